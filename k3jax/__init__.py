@@ -1,0 +1,1 @@
+"""Kimi K3 as pure functions, and its device programs."""

@@ -1,0 +1,107 @@
+"""Compilation before serving, and a guard that notices compilation after it.
+
+All buckets are compiled ahead of time with the abstract arguments that serving will pass, so that no request waits
+for a compiler (KF-V20).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from k3jax import inputs
+from k3jax.buckets import Bucket
+from k3jax.layers import param_dtype
+from k3jax.params import describe
+from k3jax.pool import abstract_pool
+from k3jax.step import CLEAR_WIDTH, Program, clearing_step
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def abstract_arguments(program: Program, mesh: Mesh, bucket: Bucket) -> tuple[Any, ...]:
+    """Abstract `(params, pool, tokens, packed)` of a step, with their shardings."""
+
+    def on_mesh(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {
+        part: {
+            name: on_mesh(
+                spec.shape, param_dtype(spec, program.dtype), program.param_specs[part][name]
+            )
+            for name, spec in specs.items()
+        }
+        for part, specs in describe(program.cfg).items()
+    }
+    pool = abstract_pool(program.layout, program.parallel.num_ranks)
+    packed = inputs.packed_size(bucket, program.num_recurrent_groups)
+    return (
+        params,
+        on_mesh(pool.shape, pool.dtype, program.pool_spec),
+        on_mesh((program.max_rows + 1,), jnp.int32, PartitionSpec()),
+        on_mesh((packed,), jnp.int32, PartitionSpec()),
+    )
+
+
+def initial_state(program: Program, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """A zeroed pool and token buffer on the mesh."""
+    pool = abstract_pool(program.layout, program.parallel.num_ranks)
+    shardings = (
+        NamedSharding(mesh, program.pool_spec),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    make = jax.jit(
+        lambda: (jnp.zeros(pool.shape, pool.dtype), jnp.zeros(program.max_rows + 1, jnp.int32)),
+        out_shardings=shardings,
+    )
+    return make()
+
+
+def compile_steps(
+    make_step: Callable[[Program, Mesh, Bucket], Callable[..., Any]],
+    program: Program,
+    mesh: Mesh,
+    buckets: Iterable[Bucket],
+    *,
+    on_compiled: Callable[[Bucket, float], None] = lambda bucket, seconds: None,
+) -> dict[Bucket, jax.stages.Compiled]:
+    """Compile one step program for each bucket.
+
+    Args:
+      make_step: `serving_step` or `scoring_step`.
+      on_compiled: told each bucket and the seconds it took.
+    """
+    compiled = {}
+    for bucket in buckets:
+        start = time.monotonic()
+        arguments = abstract_arguments(program, mesh, bucket)
+        compiled[bucket] = make_step(program, mesh, bucket).lower(*arguments).compile()
+        on_compiled(bucket, time.monotonic() - start)
+    return compiled
+
+
+def compile_clearing(program: Program, mesh: Mesh) -> jax.stages.Compiled:
+    """Compile the program that zeroes pages."""
+    pool = abstract_arguments(program, mesh, Bucket("decode", 1, 1, 1))[1]
+    ids = jax.ShapeDtypeStruct(
+        (CLEAR_WIDTH,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
+    )
+    return clearing_step(program, mesh).lower(pool, ids).compile()
+
+
+class CompileCounter:
+    """Counts compilations of this process from its creation on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            self.count += 1

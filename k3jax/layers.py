@@ -1,0 +1,86 @@
+"""Building blocks that every layer uses: declarations, linear maps and norms.
+
+A Flax module here only declares its parameters, from the one description in `k3jax.params`, and passes them to a
+pure function. Declared shapes are those of one rank, so `apply` takes the local arrays inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from k3jax.config import Dtype, ModelConfig
+from k3jax.params import ParamSpec, describe
+from sharding.axes import ParallelConfig
+from sharding.specs import local_shape
+
+Weights = Mapping[str, Array]
+
+
+class Declared(nn.Module):
+    """Parameters of one part of the model, stacked over its layers.
+
+    Attributes:
+      part: key of the parameter tree.
+    """
+
+    part: str
+    cfg: ModelConfig
+    parallel: ParallelConfig
+    dtype: Dtype
+
+    def setup(self) -> None:
+        self.weights = {
+            name: self.param(
+                name,
+                initializer(spec),
+                local_shape(spec.shape, spec.axes, self.parallel),
+                param_dtype(spec, self.dtype),
+            )
+            for name, spec in describe(self.cfg)[self.part].items()
+        }
+
+    def __call__(self) -> Weights:
+        return self.weights
+
+
+def param_dtype(spec: ParamSpec, dtype: Dtype) -> jnp.dtype:
+    """Dtype of a parameter on the device."""
+    return jnp.dtype(dtype if spec.dtype == "compute" else spec.dtype)
+
+
+def initializer(spec: ParamSpec) -> nn.initializers.Initializer:
+    """Random weights for tests; a trained model is always loaded."""
+
+    def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        if spec.init in ("ones", "zeros"):
+            return jnp.full(shape, spec.init == "ones", dtype)
+        if spec.init == "bytes":
+            return jax.random.bits(key, shape, jnp.uint8)
+        scale = 1.0 if spec.init == "a_log" else shape[-1] ** -0.5
+        return (jax.random.normal(key, shape) * scale).astype(dtype)
+
+    return init
+
+
+def linear(x: Float[Array, "*T i"], w: Float[Array, "o i"]) -> Float[Array, "*T o"]:
+    """`x W^T`, accumulated in float32, in the dtype of `x`."""
+    return linear_f32(x, w).astype(x.dtype)
+
+
+def linear_f32(x: Float[Array, "*T i"], w: Float[Array, "o i"]) -> Float[Array, "*T o"]:
+    """`x W^T` in float32."""
+    return jnp.einsum("...i,oi->...o", x, w, preferred_element_type=jnp.float32)
+
+
+def rms_norm(x: Float[Array, "*T d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*T d"]:
+    """RMSNorm over the last axis: statistics and gain in float32 (k3-model.md section 2.1)."""
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    gain = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return (x32 * scale * gain).astype(x.dtype)

@@ -1,0 +1,60 @@
+"""A loaded model with its pool: what the host calls to run one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int32
+
+from k3jax.buckets import Bucket
+from k3jax.compile import compile_clearing, compile_steps, initial_state
+from k3jax.step import CLEAR_WIDTH, Program
+
+ParamArrays = Mapping[str, Mapping[str, jax.Array]]
+
+
+class PagedModel:
+    """Parameters, page pool and token buffer on the mesh, and the compiled programs that use them.
+
+    Calls return at once and run on the devices in call order. Pool and token buffer are donated to
+    every step, so this object is their only owner. Used by one thread.
+
+    Args:
+      make_step: `serving_step` or `scoring_step`; decides what `run` returns.
+      on_compiled: told each compiled bucket and the seconds it took.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        params: ParamArrays,
+        make_step: Callable[[Program, Mesh, Bucket], Callable[..., Any]],
+        buckets: Iterable[Bucket],
+        *,
+        on_compiled: Callable[[Bucket, float], None] = lambda bucket, seconds: None,
+    ):
+        self.program = program
+        self._params = params
+        self._steps = compile_steps(make_step, program, mesh, buckets, on_compiled=on_compiled)
+        self._clear = compile_clearing(program, mesh)
+        self.pool, self._tokens = initial_state(program, mesh)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero some pages in every layer position."""
+        for start in range(0, len(pages), CLEAR_WIDTH):
+            ids = np.full(CLEAR_WIDTH, self.program.layout.num_pages, np.int32)
+            part = pages[start : start + CLEAR_WIDTH]
+            ids[: len(part)] = part
+            self.pool = self._clear(self.pool, ids)
+
+    def run(self, bucket: Bucket, packed: Int32[np.ndarray, " n"]) -> jax.Array:
+        """Run one step on packed inputs, which must not be changed afterwards (KF-C20)."""
+        self.pool, self._tokens, result = self._steps[bucket](
+            self._params, self.pool, self._tokens, packed
+        )
+        return result

@@ -1,0 +1,149 @@
+"""The page pool on the device: one buffer, two views (architecture.md section 5, cache-semantics.md section 2).
+
+`pool [R, Z, P, W, words]`, uint16: `R` ranks, `Z` layer positions, `P` pages, `W` tokens in a page. Inside
+`shard_map` a rank sees its own `[Z, P, W, words]`.
+
+* MLA view: entry `w` of page `p` at position `z` is `pool[z, p, w]`.
+* KDA view: the page's words in order are the convolution window `[X-1, 3, N, D]`, the recurrent state
+  `[N, Dv, Dk]` (value-major, float32), and padding.
+
+Words are 16-bit so that no float type can change a bit pattern on the way; a float32 is its high and its low half
+in two planes. Page 0 is the null page: it is never written and nobody reads it as data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, UInt16
+
+from k3jax.cache_spec import CacheSpec
+from k3jax.config import DTYPE_BYTES, CacheConfig, Dtype, ModelConfig
+from pallas_kernels.words import from_words, to_words
+
+WORD_BYTES = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLayout:
+    """Static shape of one rank's pool.
+
+    Attributes:
+      entry_words: of one token's MLA entry.
+      conv_shape: `[X-1, 3, N, D]` of one rank. state_shape: `[N, Dv, Dk]` of one rank.
+      dtype: of MLA entries and convolution windows.
+    """
+
+    num_positions: int
+    num_pages: int
+    page_tokens: int
+    entry_words: int
+    conv_shape: tuple[int, int, int, int]
+    state_shape: tuple[int, int, int]
+    dtype: Dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`[Z, P, W, words]`."""
+        return (self.num_positions, self.num_pages, self.page_tokens, self.entry_words)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * WORD_BYTES
+
+    @property
+    def conv_words(self) -> int:
+        return math.prod(self.conv_shape) * DTYPE_BYTES[self.dtype] // WORD_BYTES
+
+    @property
+    def state_words(self) -> int:
+        return math.prod(self.state_shape) * 4 // WORD_BYTES
+
+
+def pool_layout(
+    cfg: ModelConfig, cache: CacheConfig, spec: CacheSpec, *, tp: int, dtype: Dtype
+) -> PoolLayout:
+    """Layout of one rank's pool.
+
+    Raises:
+      ValueError: a KDA state does not fit in a page.
+    """
+    heads = cfg.kda_num_heads // tp
+    layout = PoolLayout(
+        num_positions=spec.num_positions,
+        num_pages=cache.num_pages,
+        page_tokens=cache.page_tokens,
+        entry_words=spec.token_bytes // WORD_BYTES,
+        conv_shape=(cfg.conv_width - 1, 3, heads, cfg.kda_head_dim),
+        state_shape=(heads, cfg.kda_head_dim, cfg.kda_head_dim),
+        dtype=dtype,
+    )
+    page_words = layout.page_tokens * layout.entry_words
+    if layout.conv_words + layout.state_words > page_words:
+        raise ValueError(
+            f"page_tokens is too small for a KDA state: got {layout.page_tokens} tokens = "
+            f"{page_words * WORD_BYTES} bytes; expected at least {spec.state_bytes} bytes"
+        )
+    return layout
+
+
+def read_states(
+    layout: PoolLayout,
+    pool: UInt16[Array, "Z P W words"],
+    pages: Int32[Array, " S"],
+    fresh: Array,
+    *,
+    position: int,
+) -> tuple[Float[Array, "S X-1 3 N D"], Float32[Array, "S N Dv Dk"]]:
+    """Convolution windows and recurrent states of some rows.
+
+    Args:
+      pages: the rows' state pages.
+      fresh: bool `[S]`; a row without computed tokens starts from zeros whatever its page holds (KF-C02).
+    """
+    num_rows, split = pages.shape[0], layout.conv_words
+    flat = pool.reshape(layout.num_positions, layout.num_pages, -1)
+    words = flat[position, pages]
+    words = jnp.where(fresh[:, None], jnp.zeros_like(words), words)
+    conv = from_words(words[:, :split], jnp.dtype(layout.dtype))
+    state = from_words(words[:, split : split + layout.state_words], jnp.dtype("float32"))
+    return (
+        conv.reshape(num_rows, *layout.conv_shape),
+        state.reshape(num_rows, *layout.state_shape),
+    )
+
+
+def write_states(
+    layout: PoolLayout,
+    pool: UInt16[Array, "Z P W words"],
+    pages: Int32[Array, " S"],
+    conv: Float[Array, "S X-1 3 N D"],
+    state: Float32[Array, "S N Dv Dk"],
+    *,
+    position: int,
+) -> UInt16[Array, "Z P W words"]:
+    """Store the states of some rows; rows whose page is the null page are dropped."""
+    num_rows = pages.shape[0]
+    parts = ((conv, layout.dtype), (state, "float32"))
+    words = jnp.concatenate(
+        [to_words(part.reshape(num_rows, -1), jnp.dtype(dtype)) for part, dtype in parts], axis=1
+    )
+    target = jnp.where(pages == 0, layout.num_pages, pages)
+    flat = pool.reshape(layout.num_positions, layout.num_pages, -1)
+    flat = flat.at[position, target, : words.shape[1]].set(words, mode="drop")
+    return flat.reshape(layout.shape)
+
+
+def clear_pages(
+    pool: UInt16[Array, "R Z P W words"], pages: Int32[Array, " K"]
+) -> UInt16[Array, "R Z P W words"]:
+    """Zero whole pages in every layer position. Ids beyond the pool are padding."""
+    return pool.at[:, :, pages].set(jnp.uint16(0), mode="drop")
+
+
+def abstract_pool(layout: PoolLayout, num_ranks: int) -> jax.ShapeDtypeStruct:
+    """The global pool `[R, Z, P, W, words]`."""
+    return jax.ShapeDtypeStruct((num_ranks, *layout.shape), jnp.uint16)

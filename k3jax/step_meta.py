@@ -1,0 +1,80 @@
+"""Where the tokens of a step belong: rows, positions and pages, derived on the device from the step's inputs."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int32
+
+from k3jax.buckets import Kind
+
+
+@struct.dataclass
+class StepMeta:
+    """Index arrays that all layers of a step share.
+
+    Attributes:
+      kind: `decode` promises that row `s` has the one token `s`, or none.
+      row_offsets: row `s` owns tokens `row_offsets[s]:row_offsets[s + 1]`.
+      computed: tokens of the row that the cache already holds.
+      context: tokens of the row after this step; 0 for a row not in use.
+      used: token is not padding.
+      token_pages, token_offsets: where the token's MLA entry goes; a page beyond the pool drops it.
+      attention_pages: page of each `page_tokens` positions of a row.
+      state_source, state_target: state page of a row and recurrent group, before and after the step.
+    """
+
+    kind: Kind = struct.field(pytree_node=False)
+    row_offsets: Int32[Array, " S+1"]
+    computed: Int32[Array, " S"]
+    context: Int32[Array, " S"]
+    used: Bool[Array, " T"]
+    token_pages: Int32[Array, " T"]
+    token_offsets: Int32[Array, " T"]
+    attention_pages: Int32[Array, "S M"]
+    state_source: Int32[Array, "S G"]
+    state_target: Int32[Array, "S G"]
+
+
+def step_meta(
+    kind: Kind,
+    num_tokens: int,
+    row_offsets: Int32[Array, " S+1"],
+    computed: Int32[Array, " S"],
+    attention_pages: Int32[Array, "S M"],
+    state_source: Int32[Array, "S G"],
+    state_target: Int32[Array, "S G"],
+    *,
+    page_tokens: int,
+    num_pages: int,
+) -> StepMeta:
+    """Derive the shared index arrays of a step of `num_tokens` flat tokens."""
+    num_rows = computed.shape[0]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    used = token < row_offsets[num_rows]
+    row = jnp.searchsorted(row_offsets[1:], token, side="right").astype(jnp.int32)
+    row = jnp.minimum(row, num_rows - 1)
+    position = computed[row] + token - row_offsets[row]
+    column = jnp.clip(position // page_tokens, 0, attention_pages.shape[1] - 1)
+    lengths = row_offsets[1:] - row_offsets[:-1]
+    in_use = lengths > 0
+    return StepMeta(
+        kind=kind,
+        row_offsets=row_offsets,
+        computed=computed,
+        context=jnp.where(in_use, computed + lengths, 0),
+        used=used,
+        token_pages=jnp.where(used, attention_pages[row, column], num_pages),
+        token_offsets=position % page_tokens,
+        attention_pages=attention_pages,
+        # An unused row reads nobody's state and writes nowhere.
+        state_source=jnp.where(in_use[:, None], state_source, 0),
+        state_target=jnp.where(in_use[:, None], state_target, 0),
+    )
+
+
+def last_token_of_row(row_offsets: Int32[Array, " S+1"]) -> Int32[Array, " S"]:
+    """Index of each row's last token; 0 for a row not in use."""
+    return jnp.maximum(row_offsets[1:] - 1, 0)
+
+

@@ -1,0 +1,1 @@
+"""Per-device operations, one folder each; no mesh, no axis names, no model configuration."""

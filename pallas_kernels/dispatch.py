@@ -1,0 +1,79 @@
+"""Choice of implementation: one table of names, one immutable `Op` per operator, one `run`.
+
+An implementation refuses arguments that it cannot take by raising `NotImplementedError(reason)`
+while it is traced. `implementation=None` takes the first of `AUTOMATIC_ORDER` that is registered
+and does not refuse.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+IMPLEMENTATIONS = ("reference", "xla", "mosaic", "triton")
+AUTOMATIC_ORDER = ("mosaic", "triton", "xla")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """An operator: its public name and its implementations, all of one signature.
+
+    Raises:
+      ValueError: an implementation has a name outside `IMPLEMENTATIONS`.
+    """
+
+    name: str
+    implementations: Mapping[str, Callable[..., Any]]
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.implementations) - set(IMPLEMENTATIONS))
+        if unknown:
+            raise ValueError(
+                f"{self.name}: implementation names are wrong: got {unknown}; "
+                f"expected names out of {IMPLEMENTATIONS}; add new names to that table"
+            )
+
+
+def run(op: Op, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Call `op` with the named implementation, or with the first that supports the arguments.
+
+    Raises:
+      ValueError: the name is unknown, or the operator has no implementation of that name.
+      NotImplementedError: every candidate refused; the message gives the reason of each.
+    """
+    if implementation is not None and implementation not in op.implementations:
+        kind = (
+            "not registered for this operator" if implementation in IMPLEMENTATIONS else "unknown"
+        )
+        raise ValueError(
+            f"{op.name}: implementation is {kind}: got {implementation!r}; "
+            f"expected one of {sorted(op.implementations)} or None; pass None to choose"
+        )
+    refusals: dict[str, str] = {}
+    for name in AUTOMATIC_ORDER if implementation is None else (implementation,):
+        if name not in op.implementations:
+            refusals[name] = "not registered"
+            continue
+        try:
+            result = op.implementations[name](*args, **kwargs)
+        except NotImplementedError as refusal:
+            refusals[name] = str(refusal) or "no reason given"
+            continue
+        if implementation is None:
+            _log_choice(op.name, name, tuple(refusals.items()))
+        return result
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+    raise NotImplementedError(
+        f"{op.name}: no implementation takes these arguments: got refusals from {reasons}; "
+        f"expected one of {sorted(op.implementations)} to accept; change the arguments"
+    )
+
+
+@functools.cache
+def _log_choice(op: str, name: str, refusals: tuple[tuple[str, str], ...]) -> None:
+    """Log an automatic choice; the cache makes each distinct choice one line per process."""
+    passed_over = "; ".join(f"{other}: {reason}" for other, reason in refusals)
+    _log.info("kernel_selected op=%s implementation=%s passed_over=[%s]", op, name, passed_over)

@@ -1,0 +1,6 @@
+"""Kimi Delta Attention: decay gate, chunked prefill and one-token decode (k3-model.md 2.3)."""
+
+from pallas_kernels.kda.api import kda_decode, kda_prefill
+from pallas_kernels.kda.gate import kda_gate
+
+__all__ = ["kda_decode", "kda_gate", "kda_prefill"]

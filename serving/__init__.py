@@ -1,0 +1,1 @@
+"""Requests, page table, scheduler, engine and the gRPC server."""

@@ -1,0 +1,243 @@
+"""Messages of the engine contract to requests, and outputs to messages.
+
+Every field of a request is in one of the tables below: honoured, or refused by name unless it has a
+value that asks for nothing (KF-V22). A field that is in no table is refused too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from serving.plan import Output
+from serving.request import MAX_UINT32, RequestError, SamplingParams
+from serving.rpc.protocol import messages
+from serving.tokenizer import Tokenizer
+
+MAX_REQUEST_ID_CHARS = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Honoured:
+    """The field is read, or does not concern a server that returns token ids (`note`)."""
+
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refused:
+    """The field is not implemented.
+
+    Attributes:
+      neutral: values that ask for nothing, besides not being set. Where the field has no presence,
+        zero is not set.
+    """
+
+    neutral: tuple[object, ...] = ()
+
+
+type Rule = Honoured | Refused
+
+GENERATE_FIELDS: Mapping[str, Rule] = {
+    "request_id": Honoured(),
+    "tokenized": Honoured(),
+    "text": Honoured(),
+    "sampling_params": Honoured(),
+    "stream": Honoured(),
+    "kv_transfer_params": Refused(),
+    "kv_transfer_params_json": Refused(),
+    "mm_inputs": Refused(),
+    "extra_mm_inputs": Refused(),
+    "media_refs": Refused(),
+    "data_parallel_rank": Refused(neutral=(0,)),  # there is one rank, number 0
+}
+TOKENIZED_FIELDS: Mapping[str, Rule] = {
+    "input_ids": Honoured(),
+    "original_text": Honoured("for people who debug; the ids are the prompt"),
+}
+SAMPLING_FIELDS: Mapping[str, Rule] = {
+    "temperature": Honoured(),
+    "top_p": Honoured(),
+    "top_k": Honoured(),
+    "max_tokens": Honoured(),
+    "stop_token_ids": Honoured(),
+    "ignore_eos": Honoured(),
+    "seed": Honoured(),
+    "skip_special_tokens": Honoured("concerns text; we return ids"),
+    "spaces_between_special_tokens": Honoured("concerns text; we return ids"),
+    "n": Refused(neutral=(1,)),
+    "min_p": Refused(neutral=(0.0,)),  # -0.0 counts as set
+    "frequency_penalty": Refused(neutral=(0.0,)),
+    "presence_penalty": Refused(neutral=(0.0,)),
+    "repetition_penalty": Refused(neutral=(1.0,)),
+    "logit_bias": Refused(),
+    "min_tokens": Refused(),
+    "stop": Refused(),
+    "include_stop_str_in_output": Refused(),
+    "logprobs": Refused(),
+    "prompt_logprobs": Refused(),
+    "truncate_prompt_tokens": Refused(),
+    "json_schema": Refused(),
+    "regex": Refused(),
+    "grammar": Refused(),
+    "structural_tag": Refused(),
+    "json_object": Refused(neutral=(False,)),
+    "choice": Refused(),
+    "grammar_from_first_token": Refused(),
+}
+
+
+def check_fields(request: messages.GenerateRequest) -> None:
+    """Refuse what the server does not implement.
+
+    Raises:
+      RequestError: UNIMPLEMENTED, naming the field.
+    """
+    _check_message(request, GENERATE_FIELDS)
+    _check_message(request.tokenized, TOKENIZED_FIELDS)
+    _check_message(request.sampling_params, SAMPLING_FIELDS)
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        raise _invalid(
+            f"request_id is too long: got {len(request.request_id)} characters; "
+            f"expected at most {MAX_REQUEST_ID_CHARS}"
+        )
+
+
+def prompt_ids(
+    request: messages.GenerateRequest, *, tokenizer: Tokenizer | None, max_tokens: int
+) -> tuple[int, ...]:
+    """Return the prompt of a request, tokenized if it came as text.
+
+    Args:
+      max_tokens: of a prompt. A longer one is refused before it is copied or tokenized; whether the
+        rest of the request fits is the engine's to check.
+
+    Raises:
+      RequestError: there is no prompt, it is too long, or it is text and there is no tokenizer.
+    """
+    match request.WhichOneof("input"):
+        case "tokenized":
+            ids = request.tokenized.input_ids
+            _check_length(len(ids), max_tokens, "")
+            return tuple(ids)
+        case "text":
+            if tokenizer is None:
+                raise RequestError(
+                    "UNIMPLEMENTED",
+                    "text is not supported: the served model has no tokenizer; "
+                    "send tokenized.input_ids",
+                )
+            if tokenizer.max_token_chars is not None:
+                least = -(-len(request.text) // tokenizer.max_token_chars)
+                _check_length(least, max_tokens, "at least ")
+            return tuple(tokenizer.encode(request.text))
+        case _:
+            raise _invalid(
+                "prompt is missing: got neither tokenized nor text; expected one of them"
+            )
+
+
+def sampling_params(
+    params: messages.SamplingParams,
+    *,
+    default_temperature: float,
+    vocab_size: int,
+    max_new_tokens: int,
+    draw_seed: Callable[[], int],
+) -> SamplingParams:
+    """Read sampling parameters. Where a field has no presence, zero means that it was not set.
+
+    Args:
+      max_new_tokens: for a request that does not say: the room left after its prompt.
+      draw_seed: returns the uint32 seed of a request that brings none.
+
+    Raises:
+      RequestError: a value is out of range.
+    """
+    # Nothing is masked by a limit that is no limit, and the device takes 32-bit signed numbers.
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    # Negative seeds are as good as others: the device takes their bits.
+    seed = params.seed & MAX_UINT32 if params.HasField("seed") else draw_seed()
+    # A prompt that leaves no room is refused for its length, by the engine.
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else max(1, max_new_tokens)
+    has_temperature = params.HasField("temperature")
+    return SamplingParams(
+        temperature=params.temperature if has_temperature else default_temperature,
+        top_k=top_k,
+        top_p=params.top_p or 1.0,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def chunk_message(output: Output) -> messages.GenerateResponse:
+    """New tokens of a stream. `completion_tokens` counts those of this chunk, not a total."""
+    return messages.GenerateResponse(
+        chunk=messages.GenerateStreamChunk(
+            token_ids=output.token_ids,
+            prompt_tokens=output.prompt_tokens,
+            completion_tokens=len(output.token_ids),
+        )
+    )
+
+
+def complete_message(output: Output, token_ids: tuple[int, ...] = ()) -> messages.GenerateResponse:
+    """The last message of a request.
+
+    Args:
+      output: with a finish reason.
+      token_ids: all generated ids; empty for a stream, whose chunks carried and counted them.
+    """
+    complete = messages.GenerateComplete(
+        output_ids=token_ids,
+        finish_reason=output.finish_reason or "",
+        prompt_tokens=output.prompt_tokens,
+        completion_tokens=len(token_ids),
+    )
+    if output.matched_token_id is not None:
+        complete.matched_token_id = output.matched_token_id
+    return messages.GenerateResponse(complete=complete)
+
+
+def _check_message(message: Message, rules: Mapping[str, Rule]) -> None:
+    for field, value in message.ListFields():
+        rule = rules.get(field.name, Refused())
+        if isinstance(rule, Refused) and value not in rule.neutral:
+            raise RequestError(
+                "UNIMPLEMENTED",
+                f"{field.name} is not supported: got {_shown(value)}; "
+                f"expected {_expected(rule)}; leave it out",
+            )
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        name = f"{message.DESCRIPTOR.name} field number {unknown[0].field_number}"
+        raise RequestError(
+            "UNIMPLEMENTED", f"{name} is not supported: newer than this server; leave it out"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value without the client's text in it."""
+    return str(value) if isinstance(value, bool | int | float) else "a value"
+
+
+def _expected(rule: Refused) -> str:
+    return " or ".join(["none", *map(str, rule.neutral)])
+
+
+def _check_length(got: int, limit: int, qualifier: str) -> None:
+    if got > limit:
+        raise _invalid(
+            f"prompt is too long: got {qualifier}{got} tokens; expected at most {limit}, one less "
+            f"than the context of {limit + 1}"
+        )
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError("INVALID_ARGUMENT", message)

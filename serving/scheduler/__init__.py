@@ -1,0 +1,21 @@
+"""The scheduler: pure functions from one immutable state to the next."""
+
+from serving.scheduler.lifecycle import abort, commit, submit
+from serving.scheduler.limits import Limits, check_request, make_limits
+from serving.scheduler.planning import chunk_end, plan
+from serving.scheduler.state import SchedulerState, check_state, initial_state, is_idle
+
+__all__ = [
+    "Limits",
+    "SchedulerState",
+    "abort",
+    "check_request",
+    "check_state",
+    "chunk_end",
+    "commit",
+    "initial_state",
+    "is_idle",
+    "make_limits",
+    "plan",
+    "submit",
+]

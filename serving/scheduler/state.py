@@ -1,0 +1,219 @@
+"""The scheduler's state: one immutable value, and the small changes that several operations share.
+
+Invariants are verified by `check_state`. Nothing here is ever changed in place: a mapping that is
+part of a state is never written to again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from k3jax.buckets import Kind
+from k3jax.config import ConfigError
+from serving import page_table
+from serving.page_table import PageTable
+from serving.plan import RowPlan
+from serving.request import InvariantError, Request
+from serving.scheduler.limits import Limits
+from serving.scheduler.token_log import EMPTY_LOG, TokenLog
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A request without pages.
+
+    Attributes:
+      output: what it had generated when it was preempted; empty for a new request.
+    """
+
+    request: Request
+    output: TokenLog = EMPTY_LOG
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known, and must be computed before the next one can be sampled."""
+        return len(self.request.prompt) + len(self.output)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A request that owns pages and a row.
+
+    Attributes:
+      output: generated tokens of committed steps.
+      slot: entry in the device's token buffer.
+      prefill_end: tokens known at admission. Until they are computed the request takes part in
+        prefill steps, then in decode steps.
+      computed: tokens that committed steps have written to the cache.
+    """
+
+    request: Request
+    output: TokenLog
+    slot: int
+    prefill_end: int
+    computed: int
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens of positions `start` to `end`."""
+        prompt = self.request.prompt
+        if end <= len(prompt):
+            return prompt[start:end]
+        return (prompt + self.output.tokens())[start:end]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """A step that was planned and not committed.
+
+    Attributes:
+      rows: of its plan, in order.
+      live: by request id, the rows whose results still count. A request that is aborted, preempted
+        or finished is withdrawn here, so that a later admission of the same id cannot receive an
+        old result (KF-S04).
+    """
+
+    step_id: int
+    rows: tuple[RowPlan, ...]
+    live: Mapping[str, RowPlan]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """Everything that decides what the next step does.
+
+    Attributes:
+      waiting: first come, first served; preempted requests are put back in front.
+      running: by request id, in order of admission.
+      in_flight: oldest step first.
+      last_kind: of the step planned last; the two kinds alternate when both have work.
+    """
+
+    table: PageTable
+    waiting: tuple[Waiting, ...] = ()
+    running: Mapping[str, Running] = dataclasses.field(default_factory=dict[str, Running])
+    in_flight: tuple[InFlight, ...] = ()
+    next_step_id: int = 0
+    last_kind: Kind = "decode"
+    num_preemptions: int = 0
+
+
+def initial_state(table: PageTable, limits: Limits) -> SchedulerState:
+    """A state without requests.
+
+    Raises:
+      ConfigError: no bucket is wide enough for the pages of the longest request.
+    """
+    needed = table.geometry.attention_pages(limits.max_request_tokens - 1)
+    for kind in ("prefill", "decode"):
+        widest = max(bucket.pages for bucket in limits.buckets if bucket.kind == kind)
+        if widest < needed:
+            raise ConfigError(
+                f"no {kind} bucket is wide enough: got {widest} pages a row; expected {needed} "
+                f"pages of {table.geometry.page_tokens} tokens for {limits.max_request_tokens} "
+                "tokens"
+            )
+    return SchedulerState(table=table)
+
+
+def is_idle(state: SchedulerState) -> bool:
+    """Whether no request is open and no step is in flight."""
+    return not (state.waiting or state.running or state.in_flight)
+
+
+def planned_progress(state: SchedulerState, row: Running) -> tuple[int, int]:
+    """How far a running request will be when every step in flight is done.
+
+    Returns:
+      Tokens in the cache, and sampled tokens that are not committed.
+    """
+    start, pending = row.computed, 0
+    for step in state.in_flight:
+        planned = step.live.get(row.request.request_id)
+        if planned is not None:
+            start = planned.start + planned.length
+            pending += planned.samples
+    return start, pending
+
+
+def stop_running(state: SchedulerState, request_id: str) -> SchedulerState:
+    """Release a running request's pages and row, and withdraw it from the steps in flight.
+
+    The steps may still write to the pages: the next owner's clear comes after them on the device.
+    """
+    table, _ = page_table.release(state.table, request_id)
+    return dataclasses.replace(
+        state,
+        table=table,
+        running=_without(state.running, request_id),
+        in_flight=tuple(
+            dataclasses.replace(step, live=_without(step.live, request_id))
+            if request_id in step.live
+            else step
+            for step in state.in_flight
+        ),
+    )
+
+
+def preempt(state: SchedulerState, request_id: str) -> SchedulerState:
+    """Put a running request back in front of the queue; it will recompute all it knows.
+
+    Tokens in flight are dropped: nobody has seen them, and the request samples them again.
+    """
+    row = state.running[request_id]
+    state = stop_running(state, request_id)
+    entry = Waiting(request=row.request, output=row.output)
+    return dataclasses.replace(
+        state, waiting=(entry, *state.waiting), num_preemptions=state.num_preemptions + 1
+    )
+
+
+def check_state(state: SchedulerState, limits: Limits) -> None:
+    """Verify the invariants of a state and of its page table.
+
+    Raises:
+      InvariantError: naming every request that breaks one.
+    """
+    page_table.check(state.table)
+    problems: list[str] = []
+    waiting_ids = [entry.request.request_id for entry in state.waiting]
+    if len({*waiting_ids, *state.running}) != len(waiting_ids) + len(state.running):
+        problems.append("a request is in the queue twice, or waits and runs")
+    if state.table.owners.keys() != state.running.keys():
+        problems.append("requests with pages and running requests differ")
+    slots = [row.slot for row in state.running.values()]
+    if len(set(slots)) != len(slots) or not all(0 <= slot < limits.max_rows for slot in slots):
+        problems.append(f"slots are shared or out of range: got {slots}")
+    problems += [
+        f"step {step.step_id} has live rows of requests that do not run"
+        for step in state.in_flight
+        if step.live.keys() - state.running.keys()
+    ]
+    for request_id, row in state.running.items():
+        problems += [f"{request_id!r}: {problem}" for problem in _check_row(state, row)]
+    if problems:
+        raise InvariantError("; ".join(problems))
+
+
+def _check_row(state: SchedulerState, row: Running) -> list[str]:
+    problems: list[str] = []
+    request_id = row.request.request_id
+    position = row.computed
+    for step in state.in_flight:
+        planned = step.live.get(request_id)
+        if planned is None:
+            continue
+        if planned.start != position:
+            problems.append(f"step {step.step_id} starts at {planned.start}; expected {position}")
+        position = planned.start + planned.length
+    planned_end, pending = planned_progress(state, row)
+    if len(row.output) + pending > row.request.sampling.max_tokens:
+        problems.append("more tokens are generated and in flight than max_tokens")
+    owned = state.table.owners.get(request_id)
+    if owned and len(owned.attention) < state.table.geometry.attention_pages(planned_end):
+        problems.append(f"{len(owned.attention)} attention pages do not hold {planned_end} tokens")
+    return problems
+
+
+def _without[V](mapping: Mapping[str, V], key: str) -> dict[str, V]:
+    return {other: value for other, value in mapping.items() if other != key}

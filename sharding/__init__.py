@@ -1,0 +1,1 @@
+"""Mesh, axes, specs and collectives; knows nothing of the model."""
