@@ -1,7 +1,7 @@
 """Padded shapes of the compiled step programs. Host values only.
 
-Every step runs in the smallest bucket that holds it. All buckets are compiled before the server is ready, so the
-table is short: each size grows by a factor of four.
+Every step runs in the smallest bucket that holds it. All buckets are compiled before the server is
+ready, so the table is short: sizes grow by factors of four and eight.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from typing import Literal
 from k3jax.config import ConfigError, EngineConfig
 
 Kind = Literal["prefill", "decode"]
+
+# Below these, a smaller bucket would save less than its compilation costs.
+_SHORT_CONTEXT_TOKENS = 16384
+_SHORT_PREFILL_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -33,16 +37,18 @@ class Bucket:
 
 def bucket_table(engine: EngineConfig, *, page_tokens: int) -> tuple[Bucket, ...]:
     """All buckets of a server, in ascending order."""
-    pages = _sizes(1, -(-engine.max_context_tokens // page_tokens))
-    decode = [
-        Bucket("decode", rows, rows, width)
-        for rows in _sizes(1, engine.max_rows)
-        for width in pages
-    ]
+    most_pages = -(-engine.max_context_tokens // page_tokens)
+    few_pages = -(-_SHORT_CONTEXT_TOKENS // page_tokens)
+    widths = _sizes(min(few_pages, most_pages), most_pages, factor=4)
+    row_counts = _sizes(1, engine.max_rows, factor=8)
+    token_counts = _sizes(
+        min(_SHORT_PREFILL_TOKENS, engine.max_prefill_tokens), engine.max_prefill_tokens, factor=4
+    )
+    decode = [Bucket("decode", rows, rows, pages) for rows in row_counts for pages in widths]
     prefill = [
-        Bucket("prefill", tokens, engine.max_prefill_rows, width)
-        for tokens in _sizes(min(64, engine.max_prefill_tokens), engine.max_prefill_tokens)
-        for width in pages
+        Bucket("prefill", tokens, engine.max_prefill_rows, pages)
+        for tokens in token_counts
+        for pages in widths
     ]
     return tuple(sorted(decode + prefill))
 
@@ -69,11 +75,11 @@ def choose(table: tuple[Bucket, ...], kind: Kind, *, tokens: int, rows: int, pag
     return min(fitting, key=lambda b: (b.tokens, b.rows, b.pages))
 
 
-def _sizes(smallest: int, largest: int) -> tuple[int, ...]:
-    """`largest`, `largest / 4`, ... down to `smallest`, ascending."""
+def _sizes(smallest: int, largest: int, *, factor: int) -> tuple[int, ...]:
+    """`largest`, `largest / factor`, ... and `smallest`, ascending."""
     sizes = {smallest, largest}
     size = largest
     while size > smallest:
         sizes.add(size)
-        size //= 4
+        size //= factor
     return tuple(sorted(sizes))

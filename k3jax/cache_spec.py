@@ -1,7 +1,8 @@
-"""What the model caches: layer groups, and bytes per token and per state (cache-semantics.md sections 1 and 2).
+"""What the model caches: layer groups, and bytes per token and per state (cache-semantics.md
+sections 1 and 2).
 
-Host values only. Layers of one group share a page table; every group uses the same `num_positions` layer positions
-of the pool, so a page number means the same bytes in each of them.
+Host values only. Layers of one group share a page table; every group uses the same `num_positions`
+layer positions of the pool, so a page number means the same bytes in each of them.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def cache_spec(cfg: ModelConfig, *, tp: int, dtype: Dtype, num_drafts: int = 0) 
 def layer_groups(cfg: ModelConfig) -> tuple[LayerGroup, ...]:
     """Cut the layers of each kind into groups of about equal size.
 
-    The smaller kind sets the group size, unless the larger is less than 1.5 times as large. A larger kind is cut
-    into `k = ceil(n / size)` groups that take every k-th of its layers.
+    The smaller kind sets the group size, unless the larger is less than 1.5 times as large. A
+    larger kind is cut into `k = ceil(n / size)` groups that take every k-th of its layers.
     """
     kinds = [("recurrent", cfg.kda_layers), ("attention", cfg.mla_layers)]
     sizes = sorted(len(layers) for _, layers in kinds if layers)

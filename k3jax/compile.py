@@ -1,11 +1,13 @@
 """Compilation before serving, and a guard that notices compilation after it.
 
-All buckets are compiled ahead of time with the abstract arguments that serving will pass, so that no request waits
-for a compiler (KF-V20).
+All buckets are compiled ahead of time with the abstract arguments that serving will pass, so that
+no request waits for a compiler (KF-V20).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,11 +22,12 @@ from k3jax.layers import param_dtype
 from k3jax.params import describe
 from k3jax.pool import abstract_pool
 from k3jax.step import CLEAR_WIDTH, Program, clearing_step
+from sharding.mesh import AnyMesh
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-def abstract_arguments(program: Program, mesh: Mesh, bucket: Bucket) -> tuple[Any, ...]:
+def abstract_arguments(program: Program, mesh: AnyMesh, bucket: Bucket) -> tuple[Any, ...]:
     """Abstract `(params, pool, tokens, packed)` of a step, with their shardings."""
 
     def on_mesh(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -71,18 +74,24 @@ def compile_steps(
     *,
     on_compiled: Callable[[Bucket, float], None] = lambda bucket, seconds: None,
 ) -> dict[Bucket, jax.stages.Compiled]:
-    """Compile one step program for each bucket.
+    """Compile one step program for each bucket, several at a time.
 
     Args:
       make_step: `serving_step` or `scoring_step`.
-      on_compiled: told each bucket and the seconds it took.
+      on_compiled: told each bucket and the seconds it took, in the order of `buckets`.
     """
-    compiled = {}
-    for bucket in buckets:
+
+    def compile_one(bucket: Bucket) -> tuple[jax.stages.Compiled, float]:
         start = time.monotonic()
         arguments = abstract_arguments(program, mesh, bucket)
-        compiled[bucket] = make_step(program, mesh, bucket).lower(*arguments).compile()
-        on_compiled(bucket, time.monotonic() - start)
+        compiled = make_step(program, mesh, bucket).lower(*arguments).compile()
+        return compiled, time.monotonic() - start
+
+    buckets, compiled = list(buckets), {}
+    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        for bucket, (step, seconds) in zip(buckets, threads.map(compile_one, buckets), strict=True):
+            compiled[bucket] = step
+            on_compiled(bucket, seconds)
     return compiled
 
 

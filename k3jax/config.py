@@ -1,7 +1,10 @@
-"""Configuration of the model, the cache and the engine. Host values only: this module never imports jax.
+"""Configuration of the model, the cache and the engine. Host values only: this module never imports
+jax.
 
-`ModelConfig.from_hf` reads the `config.json` of a released checkpoint (k3-model.md section 1) and refuses what it
-does not understand: a key that nobody reads may change the mathematics of the model without an error.
+`ModelConfig.from_hf` reads the `config.json` of a released checkpoint (k3-model.md section 1) and
+refuses what it
+does not understand: a key that nobody reads may change the mathematics of the model without an
+  error.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ class ModelConfig:
       family: `kimi_k3` (nested config, `language_model.` prefix) or `kimi_linear`.
       kda_layers, mla_layers: a partition of `range(num_layers)`.
       num_dense_layers: the first layers, whose feed-forward network is dense.
-      latent_size: width of the routed experts' input and output; `hidden_size` when `has_latent_moe` is false.
+      latent_size: width of the routed experts' input and output; `hidden_size` when
+        `has_latent_moe` is false.
       attn_res_block_layers: layers in an attention-residual block, or None for plain residual adds.
       gate_lower_bound: of the KDA log-decay, or None for the softplus form.
-      situ_beta: None when the activation is SwiGLU. situ_linear_beta: None leaves the up branch unclipped.
-      mla_lora_norm_eps: of `q_a_layernorm` and `kv_a_layernorm`, which the released code builds without
-        `rms_norm_eps` (k3-model.md section 2.1).
+      situ_beta: None when the activation is SwiGLU. situ_linear_beta: None leaves the up branch
+        unclipped.
+      mla_lora_norm_eps: of `q_a_layernorm` and `kv_a_layernorm`, which the released code builds
+        without `rms_norm_eps` (k3-model.md section 2.1).
       expert_format: how the routed experts are stored, in the file and on the device.
     """
 
@@ -224,7 +229,11 @@ def validate(cfg: ModelConfig, parallel: ParallelConfig, engine: EngineConfig) -
                 f"tp{parallel.tp}"
             )
     group = MXFP4_GROUP * parallel.tp
-    if parallel.experts == "tp" and cfg.expert_format == "mxfp4" and cfg.moe_intermediate_size % group:
+    if (
+        parallel.experts == "tp"
+        and cfg.expert_format == "mxfp4"
+        and cfg.moe_intermediate_size % group
+    ):
         problems.append(
             f"moe_intermediate_size does not divide into MXFP4 groups on every rank: got "
             f"{cfg.moe_intermediate_size}; expected a multiple of {MXFP4_GROUP} x tp{parallel.tp}, "

@@ -1,4 +1,5 @@
-"""Reading of a released `config.json` into the fields of `ModelConfig` (k3-model.md sections 1.1, 1.2 and 3.4)."""
+"""Reading of a released `config.json` into the fields of `ModelConfig` (k3-model.md sections 1.1,
+1.2 and 3.4)."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ _USED_LINEAR = frozenset(
         "kda_layers",
     ]
 )
-# The released class gives these defaults that build another model without an error, so K3 must spell them out.
+# The released class gives these defaults that build another model without an error, so K3 must
+# spell them out.
 _K3_REQUIRED = {
     "mla_use_output_gate": True,
     "latent_moe_use_norm": True,
@@ -334,8 +336,9 @@ def _token_id(config: Mapping[str, Any], text: Mapping[str, Any], key: str) -> i
 def _expert_format(
     config: Mapping[str, Any], text: Mapping[str, Any], where: str, problems: list[str]
 ) -> str:
-    """`mxfp4` when the file's quantisation is the released one. Its `ignore` list is not trusted: it omits
-    three bf16 tensors, so the loader decides by the presence of `weight_packed` (k3-model.md section 3.4)."""
+    """`mxfp4` when the file's quantisation is the released one. Its `ignore` list is not trusted:
+    it omits three bf16 tensors, so the loader decides by the presence of `weight_packed`
+    (k3-model.md section 3.4)."""
     quant = text.get("quantization_config", config.get("quantization_config"))
     if quant is None:
         return "dense"

@@ -1,9 +1,9 @@
 """Host inputs of one step, and their packing into one int32 buffer. NumPy only.
 
-One buffer means one host-to-device transfer a step. `FIELDS` is the only description of its layout; `k3jax.step`
-unpacks with the same table.
+One buffer means one host-to-device transfer a step. `FIELDS` is the only description of its layout;
+`k3jax.step` unpacks with the same table.
 
-Letters: `T` tokens, `S` rows, `M` attention pages a row, `G` recurrent layer groups.
+Letters: `T` tokens, `S` rows (`S1 = S + 1`), `M` attention pages a row, `G` recurrent layer groups.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class StepInputs:
 
     Attributes:
       tokens: token ids; `FROM_DEVICE` reads `slots[row]` of the device's token buffer.
-      row_offsets: row `s` owns tokens `row_offsets[s]:row_offsets[s + 1]`; later tokens are padding. Rows
-        that are not used are empty (prefill) or have the null page as target (decode).
+      row_offsets: row `s` owns tokens `row_offsets[s]:row_offsets[s + 1]`; later tokens are padding.
+        Rows not in use are empty and come last.
       computed: tokens of the row that the cache already holds.
-      slots: entry of the row in the device's token buffer. The last entry is scratch, for rows not used.
+      slots: entry of the row in the device's token buffer. The last entry is scratch, for rows not
+        used.
       attention_pages: page of each `page_tokens` positions; 0 beyond the row's pages.
       state_source, state_target: pages that hold the row's KDA state before and after the step.
       sample: 1 where the row's last token yields a new one.
@@ -39,7 +40,7 @@ class StepInputs:
     """
 
     tokens: Int32[np.ndarray, " T"]
-    row_offsets: Int32[np.ndarray, " S+1"]
+    row_offsets: Int32[np.ndarray, " S1"]
     computed: Int32[np.ndarray, " S"]
     slots: Int32[np.ndarray, " S"]
     attention_pages: Int32[np.ndarray, "S M"]

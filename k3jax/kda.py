@@ -1,4 +1,5 @@
-"""The KDA layer (k3-model.md section 2.3): projections, short convolution, delta rule, gated norm."""
+"""The KDA layer (k3-model.md section 2.3): projections, short convolution, delta rule, gated
+norm."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def kda_attention(
       group, position: recurrent group and layer position that hold this layer's state.
 
     Returns:
-      This rank's float32 partial of the output, to be summed over the ranks; and the pool with the new states.
+      This rank's float32 partial of the output, to be summed over the ranks; and the pool with the
+      new states.
     """
     num_tokens = x.shape[0]
     _, _, heads, dim = layout.conv_shape
@@ -68,7 +70,12 @@ def kda_attention(
                 lower_bound=cfg.gate_lower_bound,
             )  # fmt: skip
     pool = write_states(
-        layout, pool, meta.state_target[:, group], history.reshape(conv_S.shape), state_S, position=position
+        layout,
+        pool,
+        meta.state_target[:, group],
+        history.reshape(conv_S.shape),
+        state_S,
+        position=position,
     )
     with jax.named_scope("kda/output"):
         normed = rms_norm(o.astype(jnp.float32), w["o_norm"], cfg.rms_norm_eps)

@@ -1,7 +1,8 @@
 """Building blocks that every layer uses: declarations, linear maps and norms.
 
-A Flax module here only declares its parameters, from the one description in `k3jax.params`, and passes them to a
-pure function. Declared shapes are those of one rank, so `apply` takes the local arrays inside `shard_map`.
+A Flax module here only declares its parameters, from the one description in `k3jax.params`, and
+passes them to a pure function. Declared shapes are those of one rank, so `apply` takes the local
+arrays inside `shard_map`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def linear_f32(x: Float[Array, "*T i"], w: Float[Array, "o i"]) -> Float[Array, 
     return jnp.einsum("...i,oi->...o", x, w, preferred_element_type=jnp.float32)
 
 
-def rms_norm(x: Float[Array, "*T d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*T d"]:
+def rms_norm(
+    x: Float[Array, "*T d"], weight: Float[Array, " d"], eps: float
+) -> Float[Array, "*T d"]:
     """RMSNorm over the last axis: statistics and gain in float32 (k3-model.md section 2.1)."""
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)

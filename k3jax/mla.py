@@ -1,7 +1,7 @@
 """The gated NoPE MLA layer in absorbed form over pages (k3-model.md section 2.4).
 
-The cache holds one entry a token, shared by all heads: the normed latent and the unrotated key part. Queries are
-multiplied into latent space, so neither prefill nor decode expands the cache.
+The cache holds one entry a token, shared by all heads: the normed latent and the unrotated key
+part. Queries are multiplied into latent space, so neither prefill nor decode expands the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def mla_attention(
       position: layer position of the pool that holds this layer's entries.
 
     Returns:
-      This rank's float32 partial of the output, to be summed over the ranks; and the pool with the new entries.
+      This rank's float32 partial of the output, to be summed over the ranks; and the pool with the
+      new entries.
     """
     num_tokens, latent, nope = x.shape[0], cfg.kv_lora_rank, cfg.qk_nope_head_dim
     w = {name: stack[layer] for name, stack in weights.items()}
@@ -42,7 +43,9 @@ def mla_attention(
         if cfg.q_lora_rank is None:
             q = linear(x, w["q"])
         else:
-            q = linear(rms_norm(linear(x, w["q_a"]), w["q_a_norm"], cfg.mla_lora_norm_eps), w["q_b"])
+            q = linear(
+                rms_norm(linear(x, w["q_a"]), w["q_a_norm"], cfg.mla_lora_norm_eps), w["q_b"]
+            )
         q_TNK = q.reshape(num_tokens, -1, cfg.qk_head_dim)
         entry = linear(x, w["kv_a"])
         normed = rms_norm(entry[:, :latent], w["kv_a_norm"], cfg.mla_lora_norm_eps)
@@ -50,7 +53,10 @@ def mla_attention(
     with jax.named_scope("mla/absorb"):
         kv_b_NKC = w["kv_b"].reshape(-1, nope + cfg.v_head_dim, latent)
         absorbed = jnp.einsum(
-            "tnk,nkc->tnc", q_TNK[..., :nope], kv_b_NKC[:, :nope], preferred_element_type=jnp.float32
+            "tnk,nkc->tnc",
+            q_TNK[..., :nope],
+            kv_b_NKC[:, :nope],
+            preferred_element_type=jnp.float32,
         )
         query = jnp.concatenate([absorbed.astype(x.dtype), q_TNK[..., nope:]], axis=-1)
     options = {

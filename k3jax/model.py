@@ -1,7 +1,8 @@
 """The Kimi K3 decoder: the file to read first (k3-model.md section 2.8).
 
-`K3` declares the parameters and composes the layers. A call is pure: token ids and the page pool in, final hidden
-states and the new pool out. It runs inside `shard_map`, on one rank's parameters and pool.
+`K3` declares the parameters and composes the layers. A call is pure: token ids and the page pool
+in, final hidden states and the new pool out. It runs inside `shard_map`, on one rank's parameters
+and pool.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class K3(nn.Module):
         for i in range(cfg.num_layers):
             with jax.named_scope(f"layer_{i}"):
                 h = self._mix("attn_res", i, bank, prefix)
-                starts_block = cfg.attn_res_block_layers is not None and i % cfg.attn_res_block_layers == 0
+                starts_block = (
+                    cfg.attn_res_block_layers is not None and i % cfg.attn_res_block_layers == 0
+                )
                 if starts_block:
                     bank = [*bank, prefix]
                 x = rms_norm(h, self.norms()["input"][i], cfg.rms_norm_eps)
@@ -149,5 +152,3 @@ def abstract_params(cfg: ModelConfig, parallel: ParallelConfig, dtype: Dtype) ->
     model = K3(cfg, parallel, dtype)
     variables = jax.eval_shape(lambda key: model.init(key, method="declare"), jax.random.key(0))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables["params"])
-
-

@@ -1,4 +1,5 @@
-"""Feed-forward layers: dense, and Stable LatentMoE with fused shared experts (k3-model.md sections 2.5 to 2.7)."""
+"""Feed-forward layers: dense, and Stable LatentMoE with fused shared experts (k3-model.md sections
+2.5 to 2.7)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def activation(cfg: ModelConfig) -> Callable[[Array, Array], Array]:
 
 
 def glu(
-    x: Float[Array, "T H"], gate_up: Float[Array, "2 F H"], down: Float[Array, "H F"], cfg: ModelConfig
+    x: Float[Array, "T H"],
+    gate_up: Float[Array, "2 F H"],
+    down: Float[Array, "H F"],
+    cfg: ModelConfig,
 ) -> Float[Array, "T H"]:
     """Gated feed-forward network on this rank's columns; a float32 partial."""
     both = jnp.einsum("th,sfh->tsf", x, gate_up, preferred_element_type=jnp.float32).astype(x.dtype)
@@ -39,7 +43,9 @@ def dense_ffn(
 ) -> Float[Array, "T H"]:
     """The dense feed-forward network of a first layer."""
     with jax.named_scope("dense"):
-        return sum_partials(glu(x, weights["gate_up"][layer], weights["down"][layer], cfg)).astype(x.dtype)
+        return sum_partials(glu(x, weights["gate_up"][layer], weights["down"][layer], cfg)).astype(
+            x.dtype
+        )
 
 
 def latent_moe(
@@ -62,7 +68,9 @@ def latent_moe(
       The summed output, equal on all ranks.
     """
     # The experts stay stacked: their kernel takes the whole stack and the layer's index.
-    w = {name: stack[layer] for name, stack in weights.items() if not name.startswith(("w13", "w2"))}
+    w = {
+        name: stack[layer] for name, stack in weights.items() if not name.startswith(("w13", "w2"))
+    }
     with jax.named_scope("moe/route"):
         logits = jnp.einsum(
             "th,eh->te",

@@ -1,11 +1,13 @@
-"""The parameters, described once: shape, dtype, logical axes and the checkpoint tensors that fill them.
+"""The parameters, described once: shape, dtype, logical axes and the checkpoint tensors that fill
+them.
 
-`describe(cfg)` is the only description. From it follow the abstract tree, the shardings, the Flax modules'
-declarations, random weights for tests, and the targets of the loader. Layers of one kind are stacked on a leading
-axis `Z`, so that a step has few arguments. Matrices keep the checkpoint's `[out, in]` orientation.
+`describe(cfg)` is the only description. From it follow the abstract tree, the shardings, the Flax
+modules' declarations, random weights for tests, and the targets of the loader. Layers of one kind
+are stacked on a leading axis `Z`, so that a step has few arguments. Matrices keep the checkpoint's
+`[out, in]` orientation.
 
-Letters: `H` hidden, `ND` heads x head dim, `F` feed-forward width, `L` latent, `E` experts, `C` MLA latent,
-`Q` MLA query rank, `X` convolution taps, `V` vocabulary.
+Letters: `H` hidden, `ND` heads x head dim, `F` feed-forward width, `L` latent, `E` experts, `C` MLA
+latent, `Q` MLA query rank, `X` convolution taps, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ class ParamSpec:
     Attributes:
       shape: global shape, the stack axis included.
       dtype: `compute` follows the run's dtype; the others are fixed.
-      axes: logical axis of each dim, or None where it is never split. Names: vocab, heads, ff, expert, expert_ff.
+      axes: logical axis of each dim, or None where it is never split. Names: vocab, heads, ff,
+        expert, expert_ff.
       layers: model layers on the stack axis; empty for a leaf without one.
-      sources: checkpoint tensors that fill one layer (or the leaf); together they cover it exactly once.
+      sources: checkpoint tensors that fill one layer (or the leaf); together they cover it exactly
+        once.
       init: distribution for random weights.
     """
 
@@ -85,7 +89,8 @@ def describe(cfg: ModelConfig) -> ParamTree:
 
 
 def num_parameters(cfg: ModelConfig) -> int:
-    """Parameters as the publisher counts them: an MXFP4 code is one, a scale none, stored padding included.
+    """Parameters as the publisher counts them: an MXFP4 code is one, a scale none, stored padding
+    included.
 
     The released `A_log` holds 128 entries for 96 heads; `a_log_stored` adds the difference.
     """
@@ -103,7 +108,8 @@ def num_parameters(cfg: ModelConfig) -> int:
 
 
 def a_log_stored(cfg: ModelConfig) -> int:
-    """Entries of `A_log` in a released K3 file: the head dim, zero-padded beyond the heads (section 3.1)."""
+    """Entries of `A_log` in a released K3 file: the head dim, zero-padded beyond the heads (section
+    3.1)."""
     return (
         max(cfg.kda_num_heads, cfg.kda_head_dim) if cfg.family == "kimi_k3" else cfg.kda_num_heads
     )
@@ -296,7 +302,8 @@ def _moe(cfg: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def _experts(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
-    """`w13 [Z, E, 2, F, L]` (gate, up) and `w2 [Z, E, L, F]`, dense or as MXFP4 codes and scales."""
+    """`w13 [Z, E, 2, F, L]` (gate, up) and `w2 [Z, E, L, F]`, dense or as MXFP4 codes and
+    scales."""
     z, e, f, latent = (
         len(cfg.moe_layers),
         cfg.num_experts,

@@ -1,14 +1,16 @@
-"""The page pool on the device: one buffer, two views (architecture.md section 5, cache-semantics.md section 2).
+"""The page pool on the device: one buffer, two views (architecture.md section 5, cache-semantics.md
+section 2).
 
-`pool [R, Z, P, W, words]`, uint16: `R` ranks, `Z` layer positions, `P` pages, `W` tokens in a page. Inside
-`shard_map` a rank sees its own `[Z, P, W, words]`.
+`pool [R, Z, P, W, words]`, uint16: `R` ranks, `Z` layer positions, `P` pages, `W` tokens in a page.
+Inside `shard_map` a rank sees its own `[Z, P, W, words]`.
 
 * MLA view: entry `w` of page `p` at position `z` is `pool[z, p, w]`.
-* KDA view: the page's words in order are the convolution window `[X-1, 3, N, D]`, the recurrent state
-  `[N, Dv, Dk]` (value-major, float32), and padding.
+* KDA view: the page's words in order are the convolution window `[Xh, 3, N, D]`, the recurrent
+  state `[N, Dv, Dk]` (value-major, float32), and padding.
 
-Words are 16-bit so that no float type can change a bit pattern on the way; a float32 is its high and its low half
-in two planes. Page 0 is the null page: it is never written and nobody reads it as data.
+Words are 16-bit so that no float type can change a bit pattern on the way; a float32 is its high
+and its low half in two planes. Page 0 is the null page: it is never written and nobody reads it as
+data.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class PoolLayout:
 
     Attributes:
       entry_words: of one token's MLA entry.
-      conv_shape: `[X-1, 3, N, D]` of one rank. state_shape: `[N, Dv, Dk]` of one rank.
+      conv_shape: `[Xh, 3, N, D]` of one rank. state_shape: `[N, Dv, Dk]` of one rank.
       dtype: of MLA entries and convolution windows.
     """
 
@@ -97,12 +99,13 @@ def read_states(
     fresh: Array,
     *,
     position: int,
-) -> tuple[Float[Array, "S X-1 3 N D"], Float32[Array, "S N Dv Dk"]]:
+) -> tuple[Float[Array, "S Xh 3 N D"], Float32[Array, "S N Dv Dk"]]:
     """Convolution windows and recurrent states of some rows.
 
     Args:
       pages: the rows' state pages.
-      fresh: bool `[S]`; a row without computed tokens starts from zeros whatever its page holds (KF-C02).
+      fresh: bool `[S]`; a row without computed tokens starts from zeros whatever its page holds
+        (KF-C02).
     """
     num_rows, split = pages.shape[0], layout.conv_words
     flat = pool.reshape(layout.num_positions, layout.num_pages, -1)
@@ -120,7 +123,7 @@ def write_states(
     layout: PoolLayout,
     pool: UInt16[Array, "Z P W words"],
     pages: Int32[Array, " S"],
-    conv: Float[Array, "S X-1 3 N D"],
+    conv: Float[Array, "S Xh 3 N D"],
     state: Float32[Array, "S N Dv Dk"],
     *,
     position: int,

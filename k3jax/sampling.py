@@ -1,7 +1,8 @@
 """Sampling on the device: greedy, temperature, top-k and top-p, with one random stream a request.
 
-The key of a draw is the request's seed folded with the position of the token to be drawn. So a result depends on
-neither the row, the bucket nor the neighbours, and a recomputed request draws the same tokens again (KF-V15).
+The key of a draw is the request's seed folded with the position of the token to be drawn. So a
+result depends on neither the row, the bucket nor the neighbours, and a recomputed request draws the
+same tokens again (KF-V15).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def sample(
       positions: of the token to be drawn in its sequence.
 
     Returns:
-      Token ids, and whether all logits of the row were finite. The id of a row that was not is meaningless.
+      Token ids, and whether all logits of the row were finite. The id of a row that was not is
+      meaningless.
     """
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -1,7 +1,8 @@
 """The jitted programs of a step: one `shard_map` around the whole model.
 
-A serving step takes parameters, the donated pool, the donated token buffer and one packed int32 array; it returns
-the pool, the token buffer and one small int32 array. A scoring step returns the logits of every token instead.
+A serving step takes parameters, the donated pool, the donated token buffer and one packed int32
+array; it returns the pool, the token buffer and one small int32 array. A scoring step returns the
+logits of every token instead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, UInt16
 
 from k3jax import inputs
@@ -26,6 +27,7 @@ from k3jax.pool import PoolLayout, clear_pages
 from k3jax.sampling import sample
 from k3jax.step_meta import last_token_of_row, step_meta
 from sharding.axes import ParallelConfig
+from sharding.mesh import AnyMesh
 from sharding.specs import partition_spec
 
 CLEAR_WIDTH = 16  # pages that one call of the clearing program takes
@@ -62,15 +64,15 @@ class Program:
         return partition_spec(("ranks", None, None, None, None), self.parallel)
 
 
-def serving_step(program: Program, mesh: Mesh, bucket: Bucket) -> Callable[..., Any]:
+def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> Callable[..., Any]:
     """The jitted step of a bucket.
 
     Returns:
-      `(params, pool, tokens, packed) -> (pool, tokens, result)` with pool and token buffer donated. `result` is
-      int32 `[2, S]`: sampled ids, and 1 where the row's logits were finite.
+      `(params, pool, tokens, packed) -> (pool, tokens, result)` with pool and token buffer donated.
+      `result` is int32 `[2, S]`: sampled ids, and 1 where the row's logits were finite.
     """
 
-    def step(params, pool, buffer, packed):  # noqa: ANN001, ANN202 - shapes are in the docstring
+    def step(params, pool, buffer, packed):
         fields = unpack(packed, bucket, program.num_recurrent_groups)
         tokens = _resolve_tokens(fields, buffer)
         model, hidden, loc_pool, meta = _run(program, bucket, params, tokens, pool[0], fields)
@@ -78,7 +80,12 @@ def serving_step(program: Program, mesh: Mesh, bucket: Bucket) -> Callable[..., 
         logits = model.apply({"params": params}, rows, method="logits")
         with jax.named_scope("sample"):
             ids, finite = sample(
-                logits, fields["temperature"], fields["top_k"], fields["top_p"], fields["seeds"], meta.context
+                logits,
+                fields["temperature"],
+                fields["top_k"],
+                fields["top_p"],
+                fields["seeds"],
+                meta.context,
             )
         wanted = (fields["sample"] != 0) & (meta.context > 0)
         slots = jnp.where(wanted, fields["slots"], program.max_rows)
@@ -88,14 +95,14 @@ def serving_step(program: Program, mesh: Mesh, bucket: Bucket) -> Callable[..., 
     return _jit(program, mesh, step, (PartitionSpec(), PartitionSpec(), PartitionSpec()))
 
 
-def scoring_step(program: Program, mesh: Mesh, bucket: Bucket) -> Callable[..., Any]:
+def scoring_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> Callable[..., Any]:
     """The jitted forward pass of a bucket that returns logits of all its tokens.
 
     Returns:
       `(params, pool, tokens, packed) -> (pool, tokens, logits)`; `logits` is float32 `[T, V]`.
     """
 
-    def step(params, pool, buffer, packed):  # noqa: ANN001, ANN202
+    def step(params, pool, buffer, packed):
         fields = unpack(packed, bucket, program.num_recurrent_groups)
         tokens = _resolve_tokens(fields, buffer)
         model, hidden, loc_pool, _ = _run(program, bucket, params, tokens, pool[0], fields)
@@ -104,11 +111,12 @@ def scoring_step(program: Program, mesh: Mesh, bucket: Bucket) -> Callable[..., 
     return _jit(program, mesh, step, (PartitionSpec(), PartitionSpec(), PartitionSpec()))
 
 
-def clearing_step(program: Program, mesh: Mesh) -> Callable[..., Any]:
-    """The jitted program that zeroes up to `CLEAR_WIDTH` pages: `(pool, page_ids) -> pool`, pool donated.
+def clearing_step(program: Program, mesh: AnyMesh) -> Callable[..., Any]:
+    """The jitted program that zeroes up to `CLEAR_WIDTH` pages: `(pool, page_ids) -> pool`, pool
+    donated.
 
-    It is a program of its own, since most steps hand out no page. The device runs programs in the order in which
-    they were called, so a page is clear before the step that first writes it.
+    It is a program of its own, since most steps hand out no page. The device runs programs in the
+    order in which they were called, so a page is clear before the step that first writes it.
     """
     pool = NamedSharding(mesh, program.pool_spec)
     return jax.jit(
@@ -150,7 +158,7 @@ def _run(
     tokens: Int32[Array, " T"],
     pool: UInt16[Array, "Z P W words"],
     fields: dict[str, Array],
-):  # noqa: ANN202
+):
     """Run the model on one rank; returns it with its hidden states, pool and index arrays."""
     layout = program.layout
     meta = step_meta(
@@ -170,7 +178,7 @@ def _run(
 
 
 def _jit(
-    program: Program, mesh: Mesh, step: Callable[..., Any], specs: tuple[PartitionSpec, ...]
+    program: Program, mesh: AnyMesh, step: Callable[..., Any], specs: tuple[PartitionSpec, ...]
 ) -> Callable[..., Any]:
     """`shard_map` and jit a step: explicit shardings in and out, pool and token buffer donated."""
     buffer, packed, result = specs

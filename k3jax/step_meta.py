@@ -1,4 +1,5 @@
-"""Where the tokens of a step belong: rows, positions and pages, derived on the device from the step's inputs."""
+"""Where the tokens of a step belong: rows, positions and pages, derived on the device from the
+step's inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ class StepMeta:
       used: token is not padding.
       token_pages, token_offsets: where the token's MLA entry goes; a page beyond the pool drops it.
       attention_pages: page of each `page_tokens` positions of a row.
-      state_source, state_target: state page of a row and recurrent group, before and after the step.
+      state_source, state_target: state page of a row and recurrent group, before and after the
+        step.
     """
 
     kind: Kind = struct.field(pytree_node=False)
-    row_offsets: Int32[Array, " S+1"]
+    row_offsets: Int32[Array, " S1"]
     computed: Int32[Array, " S"]
     context: Int32[Array, " S"]
     used: Bool[Array, " T"]
@@ -39,7 +41,7 @@ class StepMeta:
 def step_meta(
     kind: Kind,
     num_tokens: int,
-    row_offsets: Int32[Array, " S+1"],
+    row_offsets: Int32[Array, " S1"],
     computed: Int32[Array, " S"],
     attention_pages: Int32[Array, "S M"],
     state_source: Int32[Array, "S G"],
@@ -73,8 +75,6 @@ def step_meta(
     )
 
 
-def last_token_of_row(row_offsets: Int32[Array, " S+1"]) -> Int32[Array, " S"]:
+def last_token_of_row(row_offsets: Int32[Array, " S1"]) -> Int32[Array, " S"]:
     """Index of each row's last token; 0 for a row not in use."""
     return jnp.maximum(row_offsets[1:] - 1, 0)
-
-

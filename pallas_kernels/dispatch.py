@@ -68,7 +68,7 @@ def run(op: Op, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     raise NotImplementedError(
         f"{op.name}: no implementation takes these arguments: got refusals from {reasons}; "
-        f"expected one of {sorted(op.implementations)} to accept; change the arguments"
+        f"expected one that accepts; change the arguments or the implementation"
     )
 
 

@@ -38,12 +38,12 @@ class RowBlocks:
         return self.token_BnTb < self.slot_T.shape[0]
 
 
-def row_ids(row_offsets: Int32[Array, " S+1"], num_tokens: int) -> Int32[Array, " T"]:
+def row_ids(row_offsets: Int32[Array, " S1"], num_tokens: int) -> Int32[Array, " T"]:
     """Return the row of each of `num_tokens` flat tokens; S for padding tokens."""
     return _find(row_offsets[1:], jnp.arange(num_tokens, dtype=jnp.int32))
 
 
-def row_blocks(row_offsets: Int32[Array, " S+1"], *, num_tokens: int, block: int) -> RowBlocks:
+def row_blocks(row_offsets: Int32[Array, " S1"], *, num_tokens: int, block: int) -> RowBlocks:
     """Cut the rows into blocks of `block` tokens that start at each row's first token.
 
     The number of blocks is static: the most that `num_tokens` tokens in S rows can need.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 
-# XLA's CPU client runs simulated devices on a pool of this many threads. Fewer than devices x concurrent
-# collectives dead-locks (multihost.md section 1).
+# XLA's CPU client runs simulated devices on a pool of this many threads. Fewer than devices x
+# concurrent collectives dead-locks (multihost.md section 1).
 _SIMULATION_THREADS = "64"
 
 
 def prepare_devices(num_ranks: int) -> str | None:
     """Make `num_ranks` devices available; call it before anything else uses jax.
 
-    On a host without accelerators the CPU stands in for them. On others nothing is simulated, and a mesh
-    that is too large is an error when it is built.
+    On a host without accelerators the CPU stands in for them. On others nothing is simulated, and a
+    mesh that is too large is an error when it is built.
 
     Returns:
       One line to print when devices are simulated, else None.

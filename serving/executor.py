@@ -1,6 +1,7 @@
 """The device side of the engine: step plans in, sampled tokens out.
 
-`dispatch` returns at once; the devices run what was dispatched in order. `collect` waits for one step's result.
+`dispatch` returns at once; the devices run what was dispatched in order. `collect` waits for one
+step's result.
 """
 
 from __future__ import annotations

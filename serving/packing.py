@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from k3jax.inputs import FROM_DEVICE, StepInputs, empty_inputs, pack
-from serving.plan import RowPlan, StepPlan
+from serving.plan import StepPlan
 
 
 def pack_plan(
@@ -20,8 +20,7 @@ def pack_plan(
 ) -> Int32[np.ndarray, " n"]:
     """Pack a plan into the shape of its bucket.
 
-    Rows beyond the plan's are padding: empty in a prefill step; in a decode step one token each,
-    which reads and writes the null page 0 and the scratch slot, and samples nothing (KF-C17).
+    Rows beyond the plan's are padding: empty, so that they read and write nothing (KF-C17).
 
     Args:
       num_recurrent_groups: `G`.
@@ -30,38 +29,43 @@ def pack_plan(
     Returns:
       A fresh buffer, laid out by `k3jax.inputs.FIELDS`.
     """
-    rows, count = plan.rows, len(plan.rows)
+    count = len(plan.rows)
     inputs = empty_inputs(plan.bucket, num_recurrent_groups, scratch_slot=scratch_slot)
-    _fill_tokens(inputs, plan)
-    _fill_attention_pages(inputs, rows)
-    inputs.computed[:count] = [row.start for row in rows]
-    inputs.slots[:count] = [row.slot for row in rows]
-    inputs.state_source[:count] = [row.state_source for row in rows]
-    inputs.state_target[:count] = [row.state_target for row in rows]
-    inputs.sample[:count] = [row.samples for row in rows]
-    inputs.temperature[:count] = [row.sampling.temperature for row in rows]
-    inputs.top_k[:count] = [max(0, row.sampling.top_k) for row in rows]
-    inputs.top_p[:count] = [row.sampling.top_p for row in rows]
-    inputs.seeds[:count] = [row.sampling.seed for row in rows]
+    # A plan has up to hundreds of rows: one turn from rows to columns, then whole columns.
+    _, slots, starts, _, tokens, pages, sources, targets, samples, sampling = zip(
+        *plan.rows, strict=True
+    )
+    _fill_tokens(inputs, tokens)
+    _fill_attention_pages(inputs, pages)
+    inputs.computed[:count] = starts
+    inputs.slots[:count] = slots
+    inputs.state_source[:count] = _matrix(sources, num_recurrent_groups)
+    inputs.state_target[:count] = _matrix(targets, num_recurrent_groups)
+    inputs.sample[:count] = samples
+    inputs.temperature[:count] = [one.temperature for one in sampling]
+    inputs.top_k[:count] = [max(0, one.top_k) for one in sampling]
+    inputs.top_p[:count] = [one.top_p for one in sampling]
+    inputs.seeds[:count] = [one.seed for one in sampling]
     return pack(inputs, plan.bucket, num_recurrent_groups)
 
 
-def _fill_tokens(inputs: StepInputs, plan: StepPlan) -> None:
+def _fill_tokens(inputs: StepInputs, tokens: tuple[tuple[int, ...] | None, ...]) -> None:
     """Token ids, and the offsets that cut them into rows."""
-    tokens = [row.tokens if row.tokens is not None else (FROM_DEVICE,) for row in plan.rows]
-    flat = list(itertools.chain.from_iterable(tokens))
+    known = [(FROM_DEVICE,) if row is None else row for row in tokens]
+    flat = list(itertools.chain.from_iterable(known))
     inputs.tokens[: len(flat)] = flat
-    if plan.bucket.kind == "decode":
-        inputs.row_offsets[:] = np.arange(plan.bucket.rows + 1)
-        return
-    ends = list(itertools.accumulate(len(row) for row in tokens))
-    inputs.row_offsets[1 : len(ends) + 1] = ends
-    inputs.row_offsets[len(ends) + 1 :] = len(flat)
+    inputs.row_offsets[1:] = len(flat)
+    inputs.row_offsets[1 : len(known) + 1] = list(itertools.accumulate(map(len, known)))
 
 
-def _fill_attention_pages(inputs: StepInputs, rows: tuple[RowPlan, ...]) -> None:
+def _fill_attention_pages(inputs: StepInputs, pages: tuple[tuple[int, ...], ...]) -> None:
     """Each row's pages from the left; the null page after them."""
-    lengths_S = np.array([len(row.attention_pages) for row in rows])
-    used_SM = np.arange(inputs.attention_pages.shape[1]) < lengths_S[:, None]
-    pages = itertools.chain.from_iterable(row.attention_pages for row in rows)
-    inputs.attention_pages[: len(rows)][used_SM] = np.fromiter(pages, np.int32)
+    lengths_S = np.array([len(row) for row in pages])
+    column_M = np.arange(inputs.attention_pages.shape[1], dtype=np.int32)
+    flat = np.fromiter(itertools.chain.from_iterable(pages), np.int32)
+    inputs.attention_pages[: len(pages)][column_M < lengths_S[:, None]] = flat
+
+
+def _matrix(rows: tuple[tuple[int, ...], ...], width: int) -> Int32[np.ndarray, "S width"]:
+    flat = itertools.chain.from_iterable(rows)
+    return np.fromiter(flat, np.int32, len(rows) * width).reshape(len(rows), width)

@@ -106,11 +106,17 @@ class Request:
                 "INVALID_ARGUMENT", "request_id is empty: got ''; expected a unique, non-empty id"
             )
 
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens that the request ever writes to the cache: the last generated one is not read."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
+
     def ends_with(self, token: int) -> bool:
         """Whether `token`, just generated, ends the request with reason `stop`."""
-        if token in self.sampling.stop_token_ids:
-            return True
-        return not self.sampling.ignore_eos and token in self.eos_token_ids
+        sampling = self.sampling
+        return token in sampling.stop_token_ids or (
+            token in self.eos_token_ids and not sampling.ignore_eos
+        )
 
 
 def _out_of_range(field: str, value: object, expected: str) -> RequestError:

@@ -1,4 +1,5 @@
-"""Logits of one token sequence through the paged pool: the programs of serving, without sampling."""
+"""Logits of one token sequence through the paged pool: the programs of serving, without
+sampling."""
 
 from __future__ import annotations
 
@@ -8,60 +9,75 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from k3jax import inputs
-from k3jax.buckets import Bucket
+from k3jax.buckets import Bucket, Kind
 from k3jax.config import ConfigError
 from k3jax.paged_model import PagedModel
 from k3jax.step import scoring_step
 from serving.build import LoadedModel
 
 
-def score(
-    loaded: LoadedModel,
-    tokens: Int32[np.ndarray, " T"],
-    *,
-    chunk: int | None = None,
-    num_decode: int = 0,
-) -> Float32[np.ndarray, "T V"]:
-    """Logits after each token of one sequence.
+class Scorer:
+    """Scores sequences one after another; compiled once.
 
     Args:
-      tokens: token ids; the sequence starts at position 0.
-      chunk: tokens of a prefill step; None takes them all at once.
-      num_decode: last tokens, which go one at a time through the decode program.
-
-    Raises:
-      ConfigError: the sequence is empty, has ids outside the vocabulary, or cannot be cut this way.
+      max_tokens: length of the longest sequence.
+      max_step_tokens: tokens of the longest prefill step.
+      with_decode: whether sequences may go token by token through the decode program.
     """
-    steps = list(_cut(_checked(tokens, loaded.cfg.vocab_size), chunk, num_decode))
-    num_columns = -(-len(tokens) // loaded.geometry.page_tokens)
-    num_groups = len(loaded.spec.recurrent_groups)
-    pages = np.arange(1, 1 + num_columns, dtype=np.int32)
-    states = np.arange(1 + num_columns, 1 + num_columns + num_groups, dtype=np.int32)
-    buckets = {
-        Bucket(kind, end - start, 1, num_columns) for kind, start, end in steps
-    }
-    model = PagedModel(
-        loaded.program(1 + num_columns + num_groups),
-        loaded.mesh,
-        loaded.params,
-        scoring_step,
-        sorted(buckets),
-    )
-    logits = []
-    for kind, start, end in steps:
-        bucket = Bucket(kind, end - start, 1, num_columns)
-        step = inputs.empty_inputs(bucket, num_groups, scratch_slot=model.program.max_rows)
-        step.tokens[:] = tokens[start:end]
-        step.row_offsets[1] = end - start
+
+    def __init__(
+        self, loaded: LoadedModel, *, max_tokens: int, max_step_tokens: int, with_decode: bool
+    ):
+        columns = -(-max_tokens // loaded.geometry.page_tokens)
+        self._vocab_size = loaded.cfg.vocab_size
+        self._groups = len(loaded.spec.recurrent_groups)
+        self._pages = np.arange(1, 1 + columns, dtype=np.int32)
+        self._states = np.arange(1 + columns, 1 + columns + self._groups, dtype=np.int32)
+        self._buckets = {"prefill": Bucket("prefill", max_step_tokens, 1, columns)}
+        if with_decode:
+            self._buckets["decode"] = Bucket("decode", 1, 1, columns)
+        self._model = PagedModel(
+            loaded.program(1 + columns + self._groups),
+            loaded.mesh,
+            loaded.params,
+            scoring_step,
+            self._buckets.values(),
+        )
+
+    def score(
+        self, tokens: Int32[np.ndarray, " T"], *, chunk: int | None = None, num_decode: int = 0
+    ) -> Float32[np.ndarray, "T V"]:
+        """Logits after each token of one sequence that starts at position 0.
+
+        Args:
+          chunk: tokens of a prefill step; None takes them all at once.
+          num_decode: last tokens, which go one at a time through the decode program.
+
+        Raises:
+          ConfigError: the sequence is empty, has ids outside the vocabulary, or cannot be cut this
+          way.
+        """
+        _check_tokens(tokens, self._vocab_size)
+        self._model.clear([*self._pages.tolist(), *self._states.tolist()])
+        logits = [
+            self._step(kind, tokens[start:end], start)
+            for kind, start, end in _cut(len(tokens), chunk, num_decode)
+        ]
+        return np.concatenate(logits)
+
+    def _step(self, kind: Kind, tokens: np.ndarray, start: int) -> np.ndarray:
+        bucket = self._buckets[kind]
+        step = inputs.empty_inputs(bucket, self._groups, scratch_slot=self._model.program.max_rows)
+        step.tokens[: len(tokens)] = tokens
+        step.row_offsets[1] = len(tokens)
         step.computed[0] = start
-        step.attention_pages[0] = pages
-        step.state_source[0] = step.state_target[0] = states
-        result = model.run(bucket, inputs.pack(step, bucket, num_groups))
-        logits.append(np.asarray(result))
-    return np.concatenate(logits)
+        step.attention_pages[0] = self._pages
+        step.state_source[0] = step.state_target[0] = self._states
+        result = self._model.run(bucket, inputs.pack(step, bucket, self._groups))
+        return np.asarray(result)[: len(tokens)]
 
 
-def _checked(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
     if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
         raise ConfigError(
             f"tokens have the wrong form: got {tokens.dtype}{tokens.shape}; expected int32 [T], T >= 1"
@@ -70,22 +86,19 @@ def _checked(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
         raise ConfigError(
             f"tokens are out of range: got {tokens.min()}..{tokens.max()}; expected 0..{vocab_size - 1}"
         )
-    return tokens
 
 
-def _cut(
-    tokens: np.ndarray, chunk: int | None, num_decode: int
-) -> Iterator[tuple[str, int, int]]:
+def _cut(num_tokens: int, chunk: int | None, num_decode: int) -> Iterator[tuple[Kind, int, int]]:
     """Kind, start and end of each step."""
     if chunk is not None and chunk < 1:
         raise ConfigError(f"chunk is out of range: got {chunk}; expected >= 1")
-    if not 0 <= num_decode < len(tokens):
+    if not 0 <= num_decode < num_tokens:
         raise ConfigError(
-            f"decode is out of range: got {num_decode}; expected 0..{len(tokens) - 1}, since at least "
+            f"decode is out of range: got {num_decode}; expected 0..{num_tokens - 1}, since at least "
             f"one token must be prefilled"
         )
-    prefill = len(tokens) - num_decode
+    prefill = num_tokens - num_decode
     for start in range(0, prefill, chunk or prefill):
         yield "prefill", start, min(start + (chunk or prefill), prefill)
-    for start in range(prefill, len(tokens)):
+    for start in range(prefill, num_tokens):
         yield "decode", start, start + 1

@@ -1,7 +1,7 @@
 """Names and sizes of the mesh axes, and the `--mesh` notation. Host values only: never imports jax.
 
-`dp` holds replicas of attention, `tp` splits heads and columns. Experts are split over the flattened `(dp, tp)`
-axes (`experts="ep"`), or inside each expert (`experts="tp"`).
+`dp` holds replicas of attention, `tp` splits heads and columns. Experts are split over the
+flattened `(dp, tp)` axes (`experts="ep"`), or inside each expert (`experts="tp"`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collectives of the model, to be called inside `shard_map` over the `(dp, tp)` mesh.
 
-Everything here is written out: nothing is left to the compiler's partitioner. The MoE tail is the all-reduce form
-(k3-model.md section 5.3): latent partials are summed in float32 before the norm, since the norm of a sum is not
-the sum of norms.
+Everything here is written out: nothing is left to the compiler's partitioner. The MoE tail is the
+all-reduce form (k3-model.md section 5.3): latent partials are summed in float32 before the norm,
+since the norm of a sum is not the sum of norms.
 """
 
 from __future__ import annotations

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from sharding.axes import DP, TP, ParallelConfig
+
+# Programs are traced and lowered for an abstract mesh, and run on a real one.
+AnyMesh = Mesh | AbstractMesh
 
 
 def make_mesh(parallel: ParallelConfig) -> Mesh:

@@ -36,7 +36,9 @@ def partition_spec(axes: Sequence[str | None], parallel: ParallelConfig) -> Part
     table, dims, used = rules(parallel), [], set()
     for axis in axes:
         if axis is not None and axis not in table:
-            raise ValueError(f"logical axis is unknown: got {axis!r}; expected one of {sorted(table)}")
+            raise ValueError(
+                f"logical axis is unknown: got {axis!r}; expected one of {sorted(table)}"
+            )
         mesh_axes = None if axis is None else table[axis]
         for name in (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ():
             if name in used:
@@ -61,7 +63,9 @@ def local_shape(
         for name in (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ():
             ranks *= sizes[name]
         if dim % ranks:
-            raise ValueError(f"dim does not divide: got {dim} of {tuple(shape)}; expected {ranks} parts")
+            raise ValueError(
+                f"dim does not divide: got {dim} of {tuple(shape)}; expected {ranks} parts"
+            )
         local.append(dim // ranks)
     return tuple(local)
 

@@ -8,6 +8,8 @@ import os
 
 _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
+    # Every test's programs are small: compiling them is most of the work.
+    "--xla_backend_optimization_level": "0",
     # A rendezvous of eight simulated devices on two busy cores may be slow without being stuck.
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "--xla_cpu_collective_call_terminate_timeout_seconds": "240",

@@ -1,6 +1,8 @@
-"""Tiny models for tests: configurations, checkpoints in the released layout, random parameter trees.
+"""Tiny models for tests: configurations, checkpoints in the released layout, random parameter
+trees.
 
-Sizes are unequal everywhere, so that a transposed or swapped dim cannot cancel out. All of them divide by 2 and 4.
+Sizes are unequal everywhere, so that a transposed or swapped dim cannot cancel out. All of them
+divide by 2 and 4.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.config import Dtype, ModelConfig
 from k3jax.params import ParamSpec, describe
@@ -22,7 +23,6 @@ from k3jax.weights.embedded import mxfp4_quantization_config
 from k3jax.weights.names import num_leading_dims, released_name
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
-from sharding.specs import named_sharding
 
 DATA = Path(__file__).parent / "data"
 
@@ -114,7 +114,8 @@ def write_tiny_checkpoint(
 def random_params(
     cfg: ModelConfig, *, dtype: Dtype = "float32", seed: int = 0
 ) -> dict[str, dict[str, jax.Array]]:
-    """A random tree of `describe(cfg)` on the default device: what a load of the checkpoint of that seed yields."""
+    """A random tree of `describe(cfg)` on the default device: what a load of the checkpoint of that
+    seed yields."""
     stored = dict(synthetic.random_tensors(cfg, seed=seed))
     tree = {
         module: {name: _assemble(spec, stored, cfg, dtype) for name, spec in params.items()}
@@ -141,19 +142,11 @@ def _assemble(
     return leaf
 
 
-def one_device_shardings(cfg: ModelConfig) -> dict[str, dict[str, NamedSharding]]:
+def one_device_shardings(cfg: ModelConfig) -> plan.Shardings:
     """Every leaf whole on the first device."""
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"))
-    whole = NamedSharding(mesh, PartitionSpec())
-    return {module: dict.fromkeys(params, whole) for module, params in describe(cfg).items()}
+    return mesh_shardings(cfg, ParallelConfig())
 
 
-def mesh_shardings(
-    cfg: ModelConfig, parallel: ParallelConfig
-) -> dict[str, dict[str, NamedSharding]]:
+def mesh_shardings(cfg: ModelConfig, parallel: ParallelConfig) -> plan.Shardings:
     """The shardings of every leaf on a mesh of the first devices."""
-    mesh = make_mesh(parallel)
-    return {
-        module: {name: named_sharding(spec.axes, parallel, mesh) for name, spec in params.items()}
-        for module, params in describe(cfg).items()
-    }
+    return plan.param_shardings(cfg, parallel, make_mesh(parallel))

@@ -1,19 +1,22 @@
-"""The embedded model: a small K3-shaped checkpoint of our own in the released layout, with a byte tokenizer.
+"""The embedded model: a small K3-shaped checkpoint of our own in the released layout, with a byte
+tokenizer.
 
-It is generated into a cache folder at first use, the same everywhere, and has what K3 has: MXFP4 experts, a dense
-first layer, KDA and MLA layers with an adjacent MLA pair at the end, two attention-residual blocks, `A_log` with
-its zero padding, and the reserved ids behind the ranks. Heads, experts, widths and vocabulary divide by 8.
+It is generated into a cache folder at first use, the same everywhere, and has what K3 has: MXFP4
+experts, a dense first layer, KDA and MLA layers with an adjacent MLA pair at the end, two
+attention-residual blocks, `A_log` with its zero padding, and the reserved ids behind the ranks.
+Heads, experts, widths and vocabulary divide by 8.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +51,12 @@ CONTROL_TOKENS: Mapping[int, str] = {
 
 
 def ensure_embedded(cache_dir: Path) -> Path:
-    """Return the folder of the embedded model, generating it if it is missing, damaged or of another version.
+    """Return the folder of the embedded model, generating it if it is missing, damaged or of
+    another version.
 
-    Several processes may do so at once: each writes its own temporary folder, and a rename decides.
+    Several processes may do so at once: one generates, the others wait for it. An interrupted start
+      leaves nothing
+    that would be taken for a model.
 
     Args:
       cache_dir: created if it does not exist.
@@ -59,12 +65,14 @@ def ensure_embedded(cache_dir: Path) -> Path:
     if _is_intact(folder):
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache_dir))
-    try:
-        write_embedded(temporary)
-        _replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with _locked(cache_dir):
+        if not _is_intact(folder):
+            partial = cache_dir / f".{folder.name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_embedded(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
     return folder
 
 
@@ -74,7 +82,6 @@ def write_embedded(folder: Path) -> None:
     _write_tokenizer(folder)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     _write_json(folder / _STAMP, {"version": _VERSION, "config": _fingerprint(), "files": files})
-    folder.chmod(0o755)
 
 
 def embedded_config() -> dict[str, Any]:
@@ -146,7 +153,8 @@ def embedded_config() -> dict[str, Any]:
 
 
 def mxfp4_quantization_config() -> dict[str, Any]:
-    """As released, with its `ignore` list that omits three bf16 tensors (k3-model.md section 3.4)."""
+    """As released, with its `ignore` list that omits three bf16 tensors (k3-model.md section
+    3.4)."""
     return {
         "quant_method": "compressed-tensors",
         "format": "mxfp4-pack-quantized",
@@ -206,7 +214,8 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """Of the configuration and the seed: a change of either regenerates, even if the version was forgotten."""
+    """Of the configuration and the seed: a change of either regenerates, even if the version was
+    forgotten."""
     text = json.dumps([embedded_config(), SEED, dict(CONTROL_TOKENS)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -220,27 +229,15 @@ def _is_intact(folder: Path) -> bool:
         return False
 
 
-def _replace(temporary: Path, folder: Path) -> None:
-    """Put the finished folder in place. A folder that another process just finished is kept."""
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder; the system gives it up when the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        temporary.rename(folder)
-        return
-    except OSError:
-        if _is_intact(folder):
-            return
-    # Damaged or old. Move it aside first: a folder that is not empty cannot be replaced in one step.
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-    try:
-        os.replace(folder, aside / folder.name)
-    except FileNotFoundError:
-        pass  # another process moved it aside
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if not _is_intact(folder):
-            raise
+        os.close(descriptor)
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -1,25 +1,62 @@
-"""Filling of one piece from the stored tensors: ranged reads, lossless conversion, checks of the values.
+"""Filling of one piece from the stored tensors: ranged reads, lossless conversion, checks of the
+values.
 
-A row range is read once and handed to every local shard that needs part of it. Only the columns that a shard owns
-are kept.
+A row range is read once and handed to every local shard that needs part of it. Only the columns
+that a shard owns are kept.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
-from k3jax.config import ModelConfig
+from k3jax.config import Dtype, ModelConfig
 from k3jax.weights.errors import Problem, WeightError, raise_if_any
-from k3jax.weights.names import Bound, BoundSource, num_leading_dims
+from k3jax.weights.folder import open_checkpoint
+from k3jax.weights.names import Bound, BoundSource, bind, num_leading_dims
 from k3jax.weights.plan import Piece
 from k3jax.weights.safetensors_file import DTYPES, TensorEntry, TensorFiles
 
-# E8M0 scales are 2^(byte - 127). Released ones lie near 2^-10 and 255 means "not a number": a weight above
-# 6 * 2^10 is a damaged or misread file (KF-L03).
+# E8M0 scales are 2^(byte - 127). Released ones lie near 2^-10 and 255 means "not a number": a
+# weight above 6 * 2^10 is a damaged or misread file (KF-L03).
 MAX_SCALE_BYTE = 127 + 10
+
+
+class CheckpointReader:
+    """A checkpoint that is opened and checked when it is first needed. Used by several threads."""
+
+    def __init__(self, model_dir: Path, cfg: ModelConfig, dtype: Dtype):
+        self._model_dir, self._cfg, self._dtype = model_dir, cfg, dtype
+        self._files = TensorFiles()
+        self._lock = threading.Lock()
+        self._bound: Bound | None = None
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def open(self) -> Bound:
+        """Check everything that can be checked before weights are read.
+
+        Raises:
+          WeightError: with all problems of the headers, or of the padding.
+        """
+        with self._lock:
+            if self._bound is None:
+                bound = bind(open_checkpoint(self._model_dir), self._cfg, self._dtype)
+                check_padding(bound, self._cfg, self._files)
+                self._bound = bound
+            return self._bound
+
+    def fill(self, piece: Piece) -> tuple[np.ndarray, ...]:
+        """Read one piece, see `fill`."""
+        return fill(piece, self.open(), self._files)
 
 
 def fill(piece: Piece, bound: Bound, files: TensorFiles) -> tuple[np.ndarray, ...]:
@@ -74,7 +111,8 @@ def check_padding(bound: Bound, cfg: ModelConfig, files: TensorFiles) -> None:
                         kind="padding",
                         file=entry.file.name,
                         tensor=entry.name,
-                        message=f"tensor {entry.name} in {entry.file} is longer than {cfg.kda_num_heads} heads and "
+                        message=f"tensor {entry.name} in {entry.file} is longer than "
+                        f"{cfg.kda_num_heads} heads and "
                         f"not zero beyond them: got {entry.shape[-1]} values; expected a zero tail",
                     )
                 )
@@ -93,7 +131,8 @@ def _windows(piece: Piece) -> Iterator[tuple[slice, ...]]:
 def _entry_at(
     sources: tuple[BoundSource, ...], place: tuple[int, ...], *, has_layers: bool
 ) -> TensorEntry:
-    """The tensor that fills one place of a leaf: layer of the stack, then position inside the layer."""
+    """The tensor that fills one place of a leaf: layer of the stack, then position inside the
+    layer."""
     layer_idx, inside = (place[0], place[1:]) if has_layers else (0, place)
     for bound_source in sources:
         expert = 0
@@ -137,8 +176,10 @@ def _check_scales(entry: TensorEntry, scales: np.ndarray) -> None:
                 kind="scale",
                 file=entry.file.name,
                 tensor=entry.name,
-                message=f"tensor {entry.name} in {entry.file} holds an MXFP4 scale that no weight has: got byte "
-                f"{highest}{' (not a number)' if highest == 255 else f' (2^{highest - 127})'}; expected at most "
+                message=f"tensor {entry.name} in {entry.file} holds an MXFP4 scale that no weight "
+                f"has: got byte "
+                f"{highest}{' (not a number)' if highest == 255 else f' (2^{highest - 127})'}; "
+                f"expected at most "
                 f"{MAX_SCALE_BYTE} (2^{MAX_SCALE_BYTE - 127})",
             )
         )

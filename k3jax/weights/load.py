@@ -1,12 +1,13 @@
 """Loading of a checkpoint onto a mesh: streamed, sharded, in place.
 
-Each leaf is allocated once on the devices. Reader threads fill pieces and hand every device its own part; the main
-thread writes them into the leaves by a donated update, in the order of the plan. Host memory is bounded by the
-pieces in flight, not by the model (k3-model.md section 3.4, trap 7).
+Each leaf is allocated once on the devices. Reader threads fill pieces and hand every device its own
+part; the main thread writes them into the leaves by a donated update, in the order of the plan.
+Host memory is bounded by the pieces in flight, not by the model (k3-model.md section 3.4, trap 7).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from pathlib import Path
@@ -14,19 +15,34 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.config import Dtype, ModelConfig
-from k3jax.weights import fill, names, plan
-from k3jax.weights.plan import Leaf, Piece, Shardings
+from k3jax.weights import converted, plan
+from k3jax.weights.fill import CheckpointReader
+from k3jax.weights.folder import is_converted
+from k3jax.weights.journal import PieceCache, Record, cache_key
+from k3jax.weights.plan import Leaf, Params, Piece, Shardings
 from k3jax.weights.progress import OnProgress, Progress, ignore
-from k3jax.weights.safetensors_file import TensorFiles
 from k3jax.weights.stream import read_ahead
-
-# module name -> parameter name -> array
-Params = dict[str, dict[str, jax.Array]]
+from sharding.axes import ParallelConfig
 
 READER_THREADS = 4
+
+
+def load_params(
+    model_dir: Path,
+    cfg: ModelConfig,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    dtype: Dtype,
+    *,
+    cache_dir: Path | None = None,
+    progress: OnProgress = ignore,
+) -> Params:
+    """Load the weights onto a mesh as `parallel` splits them; see `load`."""
+    shardings = plan.param_shardings(cfg, parallel, mesh)
+    return load(model_dir, cfg, shardings, dtype=dtype, cache_dir=cache_dir, progress=progress)
 
 
 def load(
@@ -35,56 +51,83 @@ def load(
     shardings: Shardings,
     *,
     dtype: Dtype = "bfloat16",
+    cache_dir: Path | None = None,
     progress: OnProgress = ignore,
     max_flight_bytes: int | None = None,
     threads: int = READER_THREADS,
 ) -> Params:
-    """Load the weights of a released checkpoint.
+    """Load the weights of a released or a converted checkpoint.
 
     Args:
-      model_dir: folder with safetensors files.
-      cfg: from `names.read_config`, so that its expert format is the checkpoint's.
+      model_dir: folder with safetensors files, or one written by `converted.save`.
+      cfg: from `folder.read_model_config`, so that its expert format is the checkpoint's.
       shardings: one for each leaf of `describe(cfg)`.
       dtype: of the leaves described as `compute`.
+      cache_dir: where converted pieces are kept, so that a killed load resumes and a later one
+        reads only them. A converted checkpoint needs none.
       progress: called after each piece.
-      max_flight_bytes: host memory for pieces in flight; by default at most twice the largest tensor.
+      max_flight_bytes: host memory for pieces in flight; by default at most twice the largest
+        tensor.
 
     Returns:
       The tree of `describe(cfg)`, each leaf with its sharding. MXFP4 experts stay packed.
 
     Raises:
-      WeightError: the checkpoint is incomplete, damaged or not of this model. All that headers can show is found
-        before the first weight is read.
+      WeightError: the checkpoint is incomplete, damaged or not of this model. All that headers can
+        show is found before the first weight is read.
       ConfigError: a sharding does not fit.
     """
     leaves = plan.plan_leaves(cfg, shardings, dtype)
+    if is_converted(model_dir):
+        return converted.restore(model_dir, leaves)
     budget = plan.flight_bytes(leaves) if max_flight_bytes is None else max_flight_bytes
     pieces = plan.cut(leaves, max_flight_bytes=budget)
-    bound = names.bind(names.open_checkpoint(model_dir), cfg, dtype)
     params: Params = {leaf.module: {} for leaf in leaves}
-    total, done, begin = sum(piece.num_bytes for piece in pieces), 0, time.monotonic()
-    with TensorFiles() as files:
-        fill.check_padding(bound, cfg, files)
-
-        def produce(piece: Piece) -> jax.Array:
-            return to_devices(piece, fill.fill(piece, bound, files))
-
+    total_bytes = sum(piece.num_bytes for piece in pieces)
+    done_bytes, reused_bytes, begin_s = 0, 0, time.monotonic()
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(CheckpointReader(model_dir, cfg, dtype))
+        cache = None
+        if cache_dir is not None:
+            key = cache_key(model_dir, pieces)
+            cache = stack.enter_context(PieceCache(cache_dir / key, key, pieces))
+        if cache is None or not cache.is_complete:
+            reader.open()
         stream = read_ahead(
-            pieces, produce, cost=lambda p: 2 * p.num_bytes, max_cost=budget, threads=threads
+            pieces,
+            lambda piece: _produce(piece, reader, cache),
+            cost=lambda piece: 2 * piece.num_bytes,  # stored and converted
+            max_cost=budget,
+            threads=threads,
         )
-        for piece, block in stream:
+        for piece, (block, record) in stream:
             write(params, piece, block)
             del block
-            done += piece.num_bytes
+            if cache is not None and record is not None:
+                cache.commit(record)
+            done_bytes += piece.num_bytes
+            reused_bytes += piece.num_bytes if cache is not None and record is None else 0
             progress(
                 Progress(
-                    done_bytes=done,
-                    total_bytes=total,
-                    reused_bytes=0,
-                    elapsed_s=time.monotonic() - begin,
+                    done_bytes=done_bytes,
+                    total_bytes=total_bytes,
+                    reused_bytes=reused_bytes,
+                    elapsed_s=time.monotonic() - begin_s,
                 )
             )
     return params
+
+
+def _produce(
+    piece: Piece, reader: CheckpointReader, cache: PieceCache | None
+) -> tuple[jax.Array, Record | None]:
+    """The block of a piece on the devices, and a record if it was newly stored in the cache."""
+    blocks = None if cache is None else cache.fetch(piece)
+    if blocks is not None:
+        return to_devices(piece, blocks), None
+    blocks = reader.fill(piece)
+    record = None if cache is None else cache.store(piece, blocks)
+    return to_devices(piece, blocks), record
 
 
 def to_devices(piece: Piece, blocks: tuple[np.ndarray, ...]) -> jax.Array:
@@ -128,9 +171,7 @@ def write(params: Params, piece: Piece, block: jax.Array) -> None:
 
 
 def _allocate(leaf: Leaf) -> jax.Array:
-    zeros = jax.jit(
-        lambda: jnp.zeros(leaf.spec.shape, leaf.dtype), out_shardings=leaf.sharding
-    )
+    zeros = jax.jit(lambda: jnp.zeros(leaf.spec.shape, leaf.dtype), out_shardings=leaf.sharding)
     return zeros()
 
 

@@ -1,7 +1,8 @@
-"""MXFP4 on the host: packing of random experts, and an unpacking to check against (k3-model.md section 3.2).
+"""MXFP4 on the host: packing of random experts, and an unpacking to check against (k3-model.md
+section 3.2).
 
-A byte holds two E2M1 codes, the even input column in the low nibble. A scale byte `s` means `2^(s - 127)` and
-covers 32 consecutive input columns.
+A byte holds two E2M1 codes, the even input column in the low nibble. A scale byte `s` means `2^(s -
+127)` and covers 32 consecutive input columns.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _MAX_EXPONENT = 2  # of E2M1: 6 = 1.5 * 2^2
 
 def quantize(
     values: Float32[np.ndarray, "*rows K"],
-) -> tuple[UInt8[np.ndarray, "*rows K/2"], UInt8[np.ndarray, "*rows K/32"]]:
-    """Round to the nearest code, ties to even, with the group exponent `floor(log2(max |value|)) - 2`.
+) -> tuple[UInt8[np.ndarray, "*rows K//2"], UInt8[np.ndarray, "*rows K//32"]]:
+    """Round to the nearest code, ties to even, with the group exponent `floor(log2(max |value|)) -
+    2`.
 
     Args:
       values: finite; `K` is a multiple of 32.
@@ -33,19 +35,20 @@ def quantize(
     _, exponent = np.frexp(np.abs(groups).max(axis=-1))
     scales = np.clip(exponent - 1 - _MAX_EXPONENT + _BIAS, 0, 254).astype(np.uint8)
     scaled = np.ldexp(groups, _BIAS - scales.astype(np.int32)[..., None])
-    codes = _nearest_code(np.abs(scaled)) | (np.signbit(scaled).astype(np.uint8) << 3)
+    codes = _nearest_code(np.abs(scaled))
+    codes |= ((scaled < 0) & (codes != 0)).astype(np.uint8) << 3  # zero has no sign
     codes = codes.reshape(values.shape)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
 
 
 def dequantize(
-    packed: UInt8[np.ndarray, "*rows K/2"], scales: UInt8[np.ndarray, "*rows K/32"]
-) -> Float32[np.ndarray, "*rows K"]:
+    packed: UInt8[np.ndarray, "*rows bytes"], scales: UInt8[np.ndarray, "*rows G"]
+) -> Float32[np.ndarray, "*rows 32*G"]:
     """Unpack to float32, exactly.
 
     Args:
-      packed: two codes a byte.
-      scales: one byte for 32 values.
+      packed: two codes a byte, `K / 2` bytes a row.
+      scales: one byte for 32 values, `G = K / 32` a row.
 
     Returns:
       `code value * 2^(scale - 127)`, shape `[..., K]`.

@@ -1,10 +1,12 @@
 """Cutting of the parameter tree into pieces, the unit of reading, writing and resuming.
 
-A piece is a box in the coordinates of a leaf's local shard. Shards of one leaf are equally large, so the same box
-exists on every device: one piece fills that box on all of them, each from its own part of the checkpoint. A small
-leaf is one piece; a large one is cut along its stack, then its experts, then the rows of a tensor.
+A piece is a box in the coordinates of a leaf's local shard. Shards of one leaf are equally large,
+so the same box exists on every device: one piece fills that box on all of them, each from its own
+part of the checkpoint. A small leaf is one piece; a large one is cut along its stack, then its
+experts, then the rows of a tensor.
 
-The plan depends on the configuration and the shardings only, so that a later process finds the same pieces.
+The plan depends on the configuration and the shardings only, so that a later process finds the same
+pieces.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from k3jax.config import ConfigError, Dtype, ModelConfig
 from k3jax.params import ParamSpec, describe
 from k3jax.weights.names import num_leading_dims
+from sharding.axes import ParallelConfig
+from sharding.specs import named_sharding
 
+# module name -> parameter name -> array
+Params = dict[str, dict[str, jax.Array]]
 # Congruent with `describe(cfg)`.
 Shardings = Mapping[str, Mapping[str, NamedSharding]]
 
@@ -31,7 +38,8 @@ _NUMPY: Mapping[str, np.dtype] = {
 }
 _MIN_FLIGHT_BYTES = 64 << 20
 _MAX_FLIGHT_BYTES = 512 << 20
-# A piece may need its stored and its converted form at once, and four readers work at the same time.
+# A piece may need its stored and its converted form at once, and four readers work at the same
+# time.
 _PIECES_IN_FLIGHT = 8
 
 
@@ -62,11 +70,13 @@ class Piece:
     """A box of a leaf's local shard.
 
     Attributes:
+      index: in the plan.
       start, shape: the box.
       num_bytes: of its distinct copies in this process, converted.
       offset: of those copies in a file that holds all pieces one after the other.
     """
 
+    index: int
     leaf: Leaf
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -83,11 +93,20 @@ def numpy_dtype(spec: ParamSpec, dtype: Dtype) -> np.dtype:
     return _NUMPY[dtype if spec.dtype == "compute" else spec.dtype]
 
 
+def param_shardings(cfg: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Shardings:
+    """The sharding of every leaf on a mesh."""
+    return {
+        module: {name: named_sharding(spec.axes, parallel, mesh) for name, spec in params.items()}
+        for module, params in describe(cfg).items()
+    }
+
+
 def plan_leaves(cfg: ModelConfig, shardings: Shardings, dtype: Dtype) -> tuple[Leaf, ...]:
     """Describe where every leaf lies.
 
     Raises:
-      ConfigError: a leaf has no sharding, one that does not divide it, or one that splits a stack of layers.
+      ConfigError: a leaf has no sharding, one that does not divide it, or one that splits a stack
+        of layers.
     """
     leaves: list[Leaf] = []
     problems: list[str] = []
@@ -97,7 +116,9 @@ def plan_leaves(cfg: ModelConfig, shardings: Shardings, dtype: Dtype) -> tuple[L
                 sharding = shardings[module][name]
                 leaf = _plan_leaf(module, name, spec, numpy_dtype(spec, dtype), sharding)
             except (KeyError, ValueError) as error:
-                problems.append(f"leaf {module}.{name} of shape {spec.shape} cannot be placed: {error}")
+                problems.append(
+                    f"leaf {module}.{name} of shape {spec.shape} cannot be placed: {error}"
+                )
             else:
                 leaves.append(leaf)
     if problems:
@@ -106,7 +127,8 @@ def plan_leaves(cfg: ModelConfig, shardings: Shardings, dtype: Dtype) -> tuple[L
 
 
 def flight_bytes(leaves: tuple[Leaf, ...]) -> int:
-    """Host memory that pieces in flight may take: at most twice the largest tensor of a checkpoint."""
+    """Host memory that pieces in flight may take: at most twice the largest tensor of a
+    checkpoint."""
     largest = max(
         math.prod(leaf.spec.shape[num_leading_dims(leaf.spec) :]) * leaf.dtype.itemsize
         for leaf in leaves
@@ -115,7 +137,8 @@ def flight_bytes(leaves: tuple[Leaf, ...]) -> int:
 
 
 def cut(leaves: tuple[Leaf, ...], *, max_flight_bytes: int) -> tuple[Piece, ...]:
-    """Cut all leaves into pieces of at most an eighth of `max_flight_bytes`, in the order of the tree."""
+    """Cut all leaves into pieces of at most an eighth of `max_flight_bytes`, in the order of the
+    tree."""
     pieces: list[Piece] = []
     offset = 0
     for leaf in leaves:
@@ -124,7 +147,14 @@ def cut(leaves: tuple[Leaf, ...], *, max_flight_bytes: int) -> tuple[Piece, ...]
         for start, shape in _boxes(leaf.local_shape, limit):
             num_bytes = math.prod(shape) * copies
             pieces.append(
-                Piece(leaf=leaf, start=start, shape=shape, num_bytes=num_bytes, offset=offset)
+                Piece(
+                    index=len(pieces),
+                    leaf=leaf,
+                    start=start,
+                    shape=shape,
+                    num_bytes=num_bytes,
+                    offset=offset,
+                )
             )
             offset += num_bytes
     return tuple(pieces)
@@ -157,7 +187,8 @@ def _plan_leaf(
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a shape into boxes of at most `limit` elements, in C order; the last axis is never cut."""
+    """Cut a shape into boxes of at most `limit` elements, in C order; the last axis is never
+    cut."""
     inner = math.prod(shape[1:])
     count = min(shape[0], max(1, limit // inner)) if len(shape) > 1 else shape[0]
     for first in range(0, shape[0], count):

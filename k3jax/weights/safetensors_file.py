@@ -1,11 +1,13 @@
 """The safetensors format: strict header reader, ranged reads, and a writer. NumPy only.
 
-A file is an 8-byte little-endian header length, a JSON header, then the tensors back to back. The header must
-account for every byte of the file, so a cut or overwritten file is found before a weight is read (KF-L01).
+A file is an 8-byte little-endian header length, a JSON header, then the tensors back to back. The
+header must account for every byte of the file, so a cut or overwritten file is found before a
+weight is read (KF-L01).
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -71,25 +73,32 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
       Its tensors by name, in the order in which they lie.
 
     Raises:
-      WeightError: the file breaks the format, is shorter or longer than its header promises, or names a tensor
-        twice. The error names the file and, for a short one, the number of missing bytes.
+      WeightError: the file breaks the format, is shorter or longer than its header promises, or
+        names a tensor twice. The error names the file and, for a short one, the number of missing
+        bytes.
     """
     file_bytes = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
         if len(start) < 8:
-            raise _bad(file, "truncated", f"is cut: got {file_bytes} bytes; {8 - len(start)} bytes are missing")
+            raise _bad(
+                file,
+                "truncated",
+                f"is cut: got {file_bytes} bytes; {8 - len(start)} bytes are missing",
+            )
         (header_bytes,) = struct.unpack("<Q", start)
         if not 2 <= header_bytes <= MAX_HEADER_BYTES:
             raise _bad(
                 file, "header",
-                f"has no safetensors header: got a length of {header_bytes}; expected 2..{MAX_HEADER_BYTES}",
+                f"has no safetensors header: got a length of {header_bytes}; expected "
+                f"2..{MAX_HEADER_BYTES}",
             )  # fmt: skip
         text = stream.read(header_bytes)
     if len(text) < header_bytes:
         raise _bad(
             file, "truncated",
-            f"is cut in its header: got {file_bytes} bytes; at least {header_bytes - len(text)} bytes are missing",
+            f"is cut in its header: got {file_bytes} bytes; at least {header_bytes - len(text)} "
+            f"bytes are missing",
         )  # fmt: skip
     entries = _entries(file, _parse_json(file, text), data_start=8 + header_bytes)
     _check_layout(file, entries, data_start=8 + header_bytes, file_bytes=file_bytes)
@@ -97,7 +106,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 class TensorFiles:
-    """Open files of a checkpoint, read by several threads. Each file is opened once, at its first read."""
+    """Open files of a checkpoint, read by several threads. Each file is opened once, at its first
+    read."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -136,7 +146,8 @@ class TensorFiles:
                     kind="truncated",
                     file=entry.file.name,
                     tensor=entry.name,
-                    message=f"{entry.file} ended inside tensor {entry.name}: the file was cut while it was read",
+                    message=f"{entry.file} ended inside tensor {entry.name}: the file was cut "
+                    f"while it was read",
                 )
             )
 
@@ -148,7 +159,8 @@ class TensorFiles:
 
 
 def read_exactly(descriptor: int, view: memoryview, offset: int) -> bool:
-    """Fill `view` from the file; false if the file ends first. Safe to call from several threads."""
+    """Fill `view` from the file; false if the file ends first. Safe to call from several
+    threads."""
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -156,6 +168,40 @@ def read_exactly(descriptor: int, view: memoryview, offset: int) -> bool:
             return False
         done += count
     return True
+
+
+def parse_unique(text: bytes) -> tuple[Any, list[str]]:
+    """Parse JSON.
+
+    Returns:
+      The value, and the keys that an object holds more than once: JSON readers keep the last one in
+        silence.
+
+    Raises:
+      ValueError: not JSON.
+    """
+    repeated: list[str] = []
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
+            counts = collections.Counter(key for key, _ in pairs)
+            repeated.extend(key for key, count in counts.items() if count > 1)
+        return mapping
+
+    return json.loads(text, object_pairs_hook=collect), repeated
+
+
+def duplicate(name: str, first: TensorEntry, second: TensorEntry) -> Problem:
+    """The problem of a tensor that two entries hold."""
+    return Problem(
+        kind="duplicate_tensor",
+        file=second.file.name,
+        tensor=name,
+        message=f"tensor {name} is there twice: got {first.name} in {first.file} and {second.name} "
+        f"in "
+        f"{second.file}; expected it once",
+    )
 
 
 def write_file(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -182,17 +228,8 @@ def _bad(file: Path, kind: ProblemKind, what: str, tensor: str | None = None) ->
 
 
 def _parse_json(file: Path, text: bytes) -> dict[str, Any]:
-    repeated: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) != len(pairs):
-            seen: set[str] = set()
-            repeated.extend(key for key, _ in pairs if key in seen or seen.add(key))
-        return mapping
-
     try:
-        header = json.loads(text, object_pairs_hook=unique)
+        header, repeated = parse_unique(text)
     except ValueError as error:
         raise _bad(file, "header", f"has a header that is not JSON: {error}") from None
     if repeated:
@@ -217,23 +254,27 @@ def _entries(file: Path, header: dict[str, Any], *, data_start: int) -> dict[str
         except (TypeError, KeyError, ValueError):
             raise _bad(
                 file, "header",
-                f"has a malformed entry for {name}: got {value!r}; expected dtype, shape and data_offsets", name,
+                f"has a malformed entry for {name}: got {value!r}; expected dtype, shape and "
+                f"data_offsets", name,
             ) from None  # fmt: skip
         if not isinstance(shape, list) or not all(map(_is_count, [*shape, begin, end])):
             raise _bad(
                 file, "header",
-                f"has a malformed entry for {name}: got {value!r}; expected sizes that are whole numbers >= 0", name,
+                f"has a malformed entry for {name}: got {value!r}; expected sizes that are whole "
+                f"numbers >= 0", name,
             )  # fmt: skip
         if dtype not in DTYPES:
             raise _bad(
                 file, "header",
-                f"has an unknown dtype for {name}: got {dtype!r}; expected one of {sorted(DTYPES)}", name,
+                f"has an unknown dtype for {name}: got {dtype!r}; expected one of "
+                f"{sorted(DTYPES)}", name,
             )  # fmt: skip
         entry = TensorEntry(name, file, dtype, tuple(shape), data_start + begin)
         if entry.num_bytes != end - begin:
             raise _bad(
                 file, "header",
-                f"has wrong offsets for {name}: got {end - begin} bytes; expected {entry.num_bytes} for "
+                f"has wrong offsets for {name}: got {end - begin} bytes; expected "
+                f"{entry.num_bytes} for "
                 f"{dtype} {shape}", name,
             )  # fmt: skip
         entries.append(entry)
@@ -255,7 +296,8 @@ def _check_layout(
             word = "overlaps the tensor before it" if entry.offset < position else "leaves a gap"
             raise _bad(
                 file, "header",
-                f"has wrong offsets: tensor {entry.name} {word}: got byte {entry.offset}; expected {position}",
+                f"has wrong offsets: tensor {entry.name} {word}: got byte {entry.offset}; expected "
+                f"{position}",
                 entry.name,
             )  # fmt: skip
         position += entry.num_bytes
@@ -263,7 +305,8 @@ def _check_layout(
         cut = next(e for e in entries.values() if e.offset + e.num_bytes > file_bytes)
         raise _bad(
             file, "truncated",
-            f"is cut in tensor {cut.name}: got {file_bytes} bytes; expected {position}; {position - file_bytes} "
+            f"is cut in tensor {cut.name}: got {file_bytes} bytes; expected {position}; "
+            f"{position - file_bytes} "
             "bytes are missing; fetch the file again", cut.name,
         )  # fmt: skip
     if file_bytes > position:

@@ -21,9 +21,9 @@ def read_ahead(
 ) -> Iterator[tuple[Item, Result]]:
     """Yield `(item, produce(item))` in order, while later items are produced in threads.
 
-    An item counts from its start until the consumer asks for the next one. The costs of all such items stay within
-    `max_cost`; an item that costs more on its own is produced alone. If an item fails, or the consumer stops,
-    nothing new is started.
+    An item counts from its start until the consumer asks for the next one. The costs of all such
+    items stay within `max_cost`; an item that costs more on its own is produced alone. If an item
+    fails, or the consumer stops, nothing new is started.
     """
     pending: collections.deque[tuple[Item, Future[Result]]] = collections.deque()
     in_flight = 0

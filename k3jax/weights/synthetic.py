@@ -1,8 +1,9 @@
 """Random checkpoints in the released layout, from a configuration and a seed.
 
-A tensor's values depend on the seed and its own name only, and are made from the raw PCG64 stream, which NumPy
-keeps stable between versions. Scales are chosen so that activations stay of order one through the layers, decay
-gates neither forget at once nor keep everything, and logits differ clearly.
+A tensor's values depend on the seed and its own name only, and are made from the raw PCG64 stream,
+which NumPy keeps stable between versions. Scales are chosen so that activations stay of order one
+through the layers, decay gates neither forget at once nor keep everything, and logits differ
+clearly.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from jaxtyping import Float32
 
 from k3jax.config import ModelConfig
 from k3jax.params import ParamSpec, Source, describe
+from k3jax.weights.folder import INDEX_FILE
 from k3jax.weights.mxfp4 import quantize
-from k3jax.weights.names import INDEX_FILE, num_leading_dims, released_name, stored_shapes
+from k3jax.weights.names import num_leading_dims, released_name, stored_shapes
 from k3jax.weights.safetensors_file import write_file
 
 
@@ -32,7 +34,8 @@ def write_checkpoint(
 
     Args:
       folder: an existing folder.
-      config: as a released `config.json`; with a `quantization_config`, the experts are written packed.
+      config: as a released `config.json`; with a `quantization_config`, the experts are written
+        packed.
 
     Returns:
       The configuration, read back.
@@ -61,7 +64,8 @@ def write_shards(
 
 
 def random_tensors(cfg: ModelConfig, *, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of a released checkpoint: stored name, and array of the stored shape and dtype."""
+    """Every tensor of a released checkpoint: stored name, and array of the stored shape and
+    dtype."""
     for params in describe(cfg).values():
         for spec in params.values():
             for source in spec.sources:
@@ -95,14 +99,14 @@ def random_values(name: str, shape: Sequence[int], *, seed: int) -> Float32[np.n
     return np.float32(gain / math.sqrt(shape[-1])) * normal
 
 
-def _stored(
-    cfg: ModelConfig, spec: ParamSpec, source: Source, name: str, seed: int
-) -> np.ndarray:
+def _stored(cfg: ModelConfig, spec: ParamSpec, source: Source, name: str, seed: int) -> np.ndarray:
     """One tensor as it lies in a file."""
     shape = spec.shape[num_leading_dims(spec) :]
     weight, _, part = name.rpartition(".")
     if part in ("weight_packed", "weight_scale"):
-        packed, scales = quantize(random_values(f"{weight}.weight", _unpacked(cfg, name), seed=seed))
+        packed, scales = quantize(
+            random_values(f"{weight}.weight", _unpacked(cfg, name), seed=seed)
+        )
         return packed if part == "weight_packed" else scales
     values = random_values(name, shape, seed=seed)
     stored_shape = stored_shapes(spec, source, cfg)[0]

@@ -1,7 +1,7 @@
 """Public attention-residual mix: checks and dispatch.
 
-    score_i = rsqrt(mean(s_i^2) + eps) * sum_h s_i[h] norm[h] proj[h];   p = softmax over sources;
-    mix = sum_i p_i s_i
+    score_i = rsqrt(mean(s_i^2) + eps) * sum_h s_i[h] norm[h] proj[h]
+    mix     = sum_i softmax(score)_i s_i
 
 per token, in float32. Scores see normed sources, the mix takes the raw ones.
 """

@@ -18,7 +18,7 @@ def kda_prefill(
     A_log_N: Float32[Array, " N"],
     dt_bias_NDk: Float32[Array, "N Dk"],
     state_SNDvDk: Float32[Array, "S N Dv Dk"],
-    row_offsets: Int32[Array, " S+1"],
+    row_offsets: Int32[Array, " S1"],
     *,
     lower_bound: float | None,
     chunk: int,

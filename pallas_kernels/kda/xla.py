@@ -1,15 +1,19 @@
 """KDA in XLA: chunked prefill and one-token decode.
 
-Inside a chunk, with D(i, j) = sum of the log decays g of the tokens j+1..i (so exp(D) <= 1) and q,
-k normalised:
+Inside a chunk, with q and k normalised, g the log decays, D(i, j) the sum of g over the tokens
+j+1..i (so exp(D) <= 1), prefix(i) the sum from the chunk's start through i, and suffix(i) the sum
+after i:
 
-    A[i, j] = beta_i sum_d k_i exp(D(i, j)) k_j   (j < i)        u = (I + A)^-1 (beta v)
-    B[i, j] =        sum_d q_i exp(D(i, j)) k_j   (j <= i)       w = (I + A)^-1 (beta exp(prefix) k)
-    v' = u - w S^T       o = (q exp(prefix)) S^T + B v'       S <- S diag(exp(total)) + v'^T (k
-    exp(suffix))
+    A[i, j] = beta_i sum_d k_i exp(D(i, j)) k_j    for j < i
+    B[i, j] =        sum_d q_i exp(D(i, j)) k_j    for j <= i
+    u  = (I + A)^-1 (beta v)
+    w  = (I + A)^-1 (beta exp(prefix) k)
+    v' = u - w S^T
+    o  = (q exp(prefix)) S^T + B v'
+    S <- S diag(exp(total)) + v'^T (k exp(suffix))
 
-Everything but the last line is independent of the state and runs in parallel over chunks and heads;
-one scan over the chunks carries the states.
+The first four do not depend on the state and run in parallel over chunks and heads; one scan over
+the chunks does the last three and carries the states.
 
 Numerics. D is never a difference of two cumulative sums, nor the exponent of a growing factor, so
 a gate of any strength stays finite and exact (KF-K01). A chunk is solved by doubling: segments of
@@ -48,7 +52,7 @@ def kda_prefill(
     A_log_N: Float32[Array, " N"],
     dt_bias_NDk: Float32[Array, "N Dk"],
     state_SNDvDk: Float32[Array, "S N Dv Dk"],
-    row_offsets: Int32[Array, " S+1"],
+    row_offsets: Int32[Array, " S1"],
     *,
     lower_bound: float | None,
     chunk: int,
@@ -59,7 +63,7 @@ def kda_prefill(
     def chunks(x: Array) -> Array:  # [T, N, ...] -> [Bn, N, Tb, ...]; zero where there is no token
         return jnp.moveaxis(to_blocks(x, blocks), 1, 2)
 
-    with jax.named_scope("kda/chunks"):
+    with jax.named_scope("chunks"):
         q_BnNTbDk = chunks(_normalise(q_TNDk) * q_TNDk.shape[-1] ** -0.5)
         k_BnNTbDk = chunks(_normalise(k_TNDk))
         v_BnNTbDv = chunks(v_TNDv.astype(jnp.float32))
@@ -83,16 +87,14 @@ def kda_prefill(
         safe_row = jnp.minimum(row, num_rows - 1)
         old_NDvDk = lax.dynamic_index_in_dim(states, safe_row, keepdims=False)
         v_NTbDv = u_NTbDv - contract("ntk,nvk->ntv", w_NTbDk, old_NDvDk)
-        o_NTbDv = contract("ntk,nvk->ntv", q_in_NTbDk, old_NDvDk) + contract(
-            "nij,njv->niv", attend_NTbTb, v_NTbDv
-        )
-        new_NDvDk = decay_NDk[:, None, :] * old_NDvDk + contract(
-            "ntv,ntk->nvk", v_NTbDv, k_out_NTbDk
-        )
-        new_NDvDk = jnp.where(row < num_rows, new_NDvDk, old_NDvDk)
+        o_NTbDv = contract("ntk,nvk->ntv", q_in_NTbDk, old_NDvDk)
+        o_NTbDv += contract("nij,njv->niv", attend_NTbTb, v_NTbDv)
+        new_NDvDk = decay_NDk[:, None, :] * old_NDvDk
+        new_NDvDk += contract("ntv,ntk->nvk", v_NTbDv, k_out_NTbDk)
+        new_NDvDk = jnp.where(row < num_rows, new_NDvDk, old_NDvDk)  # an unused block
         return lax.dynamic_update_index_in_dim(states, new_NDvDk, safe_row, 0), o_NTbDv
 
-    with jax.named_scope("kda/delta"):
+    with jax.named_scope("recurrence"):
         inputs = (
             blocks.row_Bn,
             u_BnNTbDv,

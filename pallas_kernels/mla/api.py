@@ -148,7 +148,7 @@ def mla_prefill(
     pool_ZPWCw: UInt16[Array, "Z P W Cw"],
     page_table_SM: Int32[Array, "S M"],
     computed_S: Int32[Array, " S"],
-    row_offsets: Int32[Array, " S+1"],
+    row_offsets: Int32[Array, " S1"],
     *,
     position: int,
     latent: int,

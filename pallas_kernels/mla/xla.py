@@ -11,7 +11,6 @@ block sees are zeroed before use: what an unused page holds, NaN included, canno
 Dims: `Bn` query blocks, `Tb` queries of a block, `Wt` slots of a tile.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -67,7 +66,7 @@ def mla_prefill(
     pool_ZPWCw: UInt16[Array, "Z P W Cw"],
     page_table_SM: Int32[Array, "S M"],
     computed_S: Int32[Array, " S"],
-    row_offsets: Int32[Array, " S+1"],
+    row_offsets: Int32[Array, " S1"],
     *,
     position: int,
     latent: int,
@@ -142,8 +141,7 @@ def _attend(
         jnp.zeros((*shape, latent), jnp.float32),
     )
     first_slots_M = jnp.arange(pages_BnM.shape[1], dtype=jnp.int32) * tile_tokens
-    with jax.named_scope("mla/attend"):
-        (_, total, value_sum), _ = lax.scan(column, start, (pages_BnM.T, first_slots_M))
+    (_, total, value_sum), _ = lax.scan(column, start, (pages_BnM.T, first_slots_M))
     seen = (last_BnTb >= 0)[:, :, None]
     z = value_sum / jnp.where(seen, total, 1.0)[..., None]
     return round_to(jnp.where(seen[..., None], z, 0.0), compute)

@@ -87,7 +87,7 @@ def _dense(op: str, name: str, weight: Array | PackedWeight) -> Array | jax.Shap
     )
     *lead, last = weight.shape
     if weight.scales.shape != (*lead, last // GROUP) or last % GROUP:
-        expected = f"{(*lead, last / GROUP)} for {name} of shape {weight.shape}"
+        expected = f"one for every {GROUP} numbers of {name}, {weight.shape}"
         raise ValueError(
             wrong(op, f"shape of {name}.scales", weight.scales.shape, expected, "check the packing")
         )

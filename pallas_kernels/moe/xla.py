@@ -43,7 +43,7 @@ def moe_experts(
     num_choices, num_assignments = ids_TA.shape[1], ids_TA.size
     tile_rows = SMALL_TILE if num_assignments <= SMALL_TILE_MAX_ASSIGNMENTS else LARGE_TILE
 
-    with jax.named_scope("moe/sort"):
+    with jax.named_scope("sort"):
         expert_TA = ids_TA - first_expert
         is_local_TA = (expert_TA >= 0) & (expert_TA < num_experts)
         expert_flat = jnp.where(is_local_TA, expert_TA, num_experts).reshape(-1)
@@ -69,12 +69,12 @@ def moe_experts(
 
         return None, lax.cond(expert < num_experts, work, skip)
 
-    with jax.named_scope("moe/experts"):
+    with jax.named_scope("tiles"):
         # A place without an assignment computes token 0 again; nothing reads the result.
         token_BnTb = to_blocks(order // num_choices, tiles)
         _, y_BnTbL = lax.scan(tile, None, (tiles.row_Bn, token_BnTb))
 
-    with jax.named_scope("moe/combine"):
+    with jax.named_scope("combine"):
         slot_TA = tiles.slot_T[jnp.argsort(order)].reshape(
             ids_TA.shape
         )  # out of range where not local

@@ -1,10 +1,9 @@
 """Public short convolution: checks and dispatch.
 
-    y_t = SiLU( sum_{j<X} weight[:, j] * x_{t-(X-1)+j} ),   x before a row's first token comes from
-    its history
+    y_t = SiLU( sum_{j<X} weight[:, j] * x_{t-(X-1)+j} )
 
-Accumulation is float32. The history holds the last X-1 inputs as they were before the convolution,
-oldest first.
+where x before a row's first token comes from its history. Accumulation is float32. The history
+holds the last X-1 inputs as they were before the convolution, oldest first.
 """
 
 import jax.numpy as jnp
@@ -32,11 +31,11 @@ SHORT_CONV_STEP = Op(
 def short_conv(
     x_TK: Float[Array, "T K"],
     weight_KX: Float32[Array, "K X"],
-    history_SXhK: Float[Array, "S X-1 K"],
-    row_offsets: Int32[Array, " S+1"],
+    history_SXhK: Float[Array, "S Xh K"],
+    row_offsets: Int32[Array, " S1"],
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T K"], Float[Array, "S X-1 K"]]:
+) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"]]:
     """Convolve ragged rows of tokens.
 
     Args:
@@ -63,10 +62,10 @@ def short_conv(
 def short_conv_step(
     x_SK: Float[Array, "S K"],
     weight_KX: Float32[Array, "K X"],
-    history_SXhK: Float[Array, "S X-1 K"],
+    history_SXhK: Float[Array, "S Xh K"],
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "S K"], Float[Array, "S X-1 K"]]:
+) -> tuple[Float[Array, "S K"], Float[Array, "S Xh K"]]:
     """Convolve one token of every row: `short_conv` with S rows of length 1."""
     _check("short_conv_step", weight_KX, history_SXhK, x_SK=x_SK)
     return run(SHORT_CONV_STEP, implementation, x_SK, weight_KX, history_SXhK)

@@ -12,9 +12,9 @@ from pallas_kernels.ragged import row_ids
 def short_conv(
     x_TK: Float[Array, "T K"],
     weight_KX: Float32[Array, "K X"],
-    history_SXhK: Float[Array, "S X-1 K"],
-    row_offsets: Int32[Array, " S+1"],
-) -> tuple[Float[Array, "T K"], Float[Array, "S X-1 K"]]:
+    history_SXhK: Float[Array, "S Xh K"],
+    row_offsets: Int32[Array, " S1"],
+) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"]]:
     """See `api.short_conv`."""
     num_rows = history_SXhK.shape[0]
 
@@ -32,7 +32,7 @@ def short_conv(
 def short_conv_step(
     x_SK: Float[Array, "S K"],
     weight_KX: Float32[Array, "K X"],
-    history_SXhK: Float[Array, "S X-1 K"],
-) -> tuple[Float[Array, "S K"], Float[Array, "S X-1 K"]]:
+    history_SXhK: Float[Array, "S Xh K"],
+) -> tuple[Float[Array, "S K"], Float[Array, "S Xh K"]]:
     """See `api.short_conv_step`."""
     return short_conv(x_SK, weight_KX, history_SXhK, jnp.arange(x_SK.shape[0] + 1, dtype=jnp.int32))

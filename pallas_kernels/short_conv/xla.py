@@ -15,9 +15,9 @@ from pallas_kernels.ragged import row_ids
 def short_conv(
     x_TK: Float[Array, "T K"],
     weight_KX: Float32[Array, "K X"],
-    history_SXhK: Float[Array, "S X-1 K"],
-    row_offsets: Int32[Array, " S+1"],
-) -> tuple[Float[Array, "T K"], Float[Array, "S X-1 K"]]:
+    history_SXhK: Float[Array, "S Xh K"],
+    row_offsets: Int32[Array, " S1"],
+) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"]]:
     """See `api.short_conv`."""
     num_tokens, num_rows, kept = x_TK.shape[0], history_SXhK.shape[0], history_SXhK.shape[1]
     row_T = row_ids(row_offsets, num_tokens)
@@ -40,15 +40,15 @@ def short_conv(
 def short_conv_step(
     x_SK: Float[Array, "S K"],
     weight_KX: Float32[Array, "K X"],
-    history_SXhK: Float[Array, "S X-1 K"],
-) -> tuple[Float[Array, "S K"], Float[Array, "S X-1 K"]]:
+    history_SXhK: Float[Array, "S Xh K"],
+) -> tuple[Float[Array, "S K"], Float[Array, "S Xh K"]]:
     """See `api.short_conv_step`."""
     window_SXK = jnp.concatenate([history_SXhK, x_SK[:, None]], axis=1)
     total_SK = jnp.sum(weight_KX.T[None] * window_SXK.astype(jnp.float32), axis=1)
     return round_to(jax.nn.silu(total_SK), x_SK.dtype), window_SXK[:, 1:]
 
 
-def _next_history(x_TK: Array, history_SXhK: Array, row_offsets: Array) -> Float[Array, "S X-1 K"]:
+def _next_history(x_TK: Array, history_SXhK: Array, row_offsets: Array) -> Float[Array, "S Xh K"]:
     """Return the last X-1 entries of each row's old history followed by its tokens."""
     num_rows, kept, _ = history_SXhK.shape
     place_Xh = jnp.arange(kept, dtype=jnp.int32)[None, :]

@@ -64,6 +64,11 @@ class PageGeometry:
         return 100.0 * self.state_padding_bytes / self.state_bytes if self.num_state_pages else 0.0
 
     @property
+    def unused_state_positions(self) -> int:
+        """Layer positions of a request's state pages that no layer uses."""
+        return self.num_state_pages * self.num_positions - self.num_state_layers
+
+    @property
     def slab_bytes(self) -> int:
         """Of one page number: a page in every layer position."""
         return self.page_bytes * self.num_positions
@@ -194,8 +199,8 @@ def report(geometry: PageGeometry, num_pages: int) -> str:
         lines.append(
             f"state: {geometry.state_bytes:,} B + {geometry.state_padding_bytes:,} B padding "
             f"({geometry.state_padding_percent:.1f} %), {geometry.num_state_pages} pages a "
-            f"request, whose {geometry.num_state_layers} layers fill {geometry.num_state_layers} of "
-            f"{geometry.num_state_pages * geometry.num_positions} layer positions"
+            f"request, which leave {geometry.unused_state_positions} of "
+            f"{geometry.num_state_pages * geometry.num_positions} layer positions unused"
         )
     lines.append(
         f"pool: {num_pages:,} pages (one is the null page) = {held.total_bytes:,} B; "

@@ -6,7 +6,8 @@ gateways and probes learn the phase from the answer.
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 from grpc_health.v1 import health, health_pb2
 
@@ -14,8 +15,22 @@ from serving.engine import Engine
 from serving.request import RequestError
 from serving.rpc.logs import log_event
 from serving.rpc.protocol import SERVICE_NAME
+from serving.scheduler import Limits
 
-type Phase = Literal["starting", "serving", "draining", "failed"]
+Phase = Literal["starting", "serving", "draining", "failed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A loaded model with its engine.
+
+    Attributes:
+      page_tokens: tokens in a page of the pool.
+    """
+
+    engine: Engine[Any]
+    limits: Limits
+    page_tokens: int
 
 
 class Lifecycle:
@@ -24,50 +39,40 @@ class Lifecycle:
     Attributes:
       phase, message: where the server is, and a sentence about it for people.
       health: the `grpc.health.v1` service, which always agrees with `is_serving`.
+      served: None until the model is loaded.
     """
 
     def __init__(self) -> None:
         self.phase: Phase = "starting"
         self.message = "the model is being loaded"
-        self.health = health.aio.HealthServicer()  # pyright: ignore
-        self._engine: Engine | None = None
+        self.health: Any = health.aio.HealthServicer()  # pyright: ignore
+        self.served: Served | None = None
 
     @property
     def is_serving(self) -> bool:
         """Whether new requests are taken."""
         return self.phase == "serving"
 
-    @property
-    def engine(self) -> Engine | None:
-        """The engine, from the time that the model is loaded."""
-        return self._engine
-
-    def require_engine(self) -> Engine:
+    def require_served(self) -> Served:
         """Return the engine for a new request.
 
         Raises:
           RequestError: UNAVAILABLE, the server takes none.
         """
-        if self._engine is None or not self.is_serving:
+        if self.served is None or not self.is_serving:
             raise RequestError("UNAVAILABLE", f"the server is {self.phase}: {self.message}")
-        return self._engine
+        return self.served
 
-    async def serve(self, engine: Engine) -> None:
-        """Take requests from now on."""
-        self._engine = engine
-        await self.move(phase="serving", message="ready")
-
-    async def move(self, *, phase: Phase, message: str) -> None:
+    async def move(self, phase: Phase, message: str) -> None:
         """Enter a phase. A failed server stays failed."""
-        if self.phase == "failed":
-            return
-        self.phase, self.message = phase, message
-        log_event("phase", phase=phase, message=message)
-        await self._publish()
+        if self.phase != "failed":
+            self.phase, self.message = phase, message
+            log_event("phase", phase=phase, message=message)
+        await self.publish()
 
     async def publish(self) -> None:
-        """Tell the health service the current phase."""
+        """Tell the health service the phase."""
         serving = health_pb2.HealthCheckResponse.SERVING
         status = serving if self.is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE_NAME):
-            await self.health.set(service, status)  # pyright: ignore
+            await self.health.set(service, status)

@@ -9,7 +9,9 @@ import json
 import logging
 import time
 
-_LOGGER = logging.getLogger("k3jax")
+_LOGGER = logging.getLogger("serving")
+# What every record has; the rest of its attributes are the fields of other modules' events.
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({})))
 
 
 def log_event(event: str, *, level: int = logging.INFO, **fields: object) -> None:
@@ -37,7 +39,8 @@ class EventFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record, followed by its traceback if it has one."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        fields: dict[str, object] = getattr(record, "fields", {"logger": record.name})
+        extra = {key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS}
+        fields: dict[str, object] = extra.pop("fields", {}) | extra
         words = [f"{stamp}.{int(record.msecs):03d}Z", record.levelname.lower(), record.getMessage()]
         words += [f"{name}={_value(value)}" for name, value in fields.items()]
         line = " ".join(words)

@@ -7,12 +7,10 @@ does not read holds a bounded number of tokens, because it pauses its request in
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Callable
 
 from serving.plan import Output
-from serving.request import RequestError
 
 
 class OutputStream:
@@ -28,13 +26,22 @@ class OutputStream:
         self._max_tokens, self._pause, self._resume = max_tokens, pause, resume
         self._token_ids: list[int] = []
         self._latest: Output | None = None
-        self._error: RequestError | None = None
         self._is_paused = False
         self._arrived = asyncio.Event()
 
+    @property
+    def has_started(self) -> bool:
+        """Whether any output has arrived."""
+        return self._latest is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last output has arrived."""
+        return self._latest is not None and self._latest.finish_reason is not None
+
     def deliver(self, output: Output) -> None:
-        """Add an output. What arrives after the last one, or after `fail`, is dropped."""
-        if self._error is not None or (self._latest and self._latest.finish_reason):
+        """Add an output; what comes after the last one is dropped."""
+        if self.has_ended:
             return
         self._token_ids += output.token_ids
         self._latest = output
@@ -43,24 +50,12 @@ class OutputStream:
             self._pause()
         self._arrived.set()
 
-    def fail(self, error: RequestError) -> None:
-        """End the stream with an error, unless its last output is already there."""
-        if self._latest is None or self._latest.finish_reason is None:
-            self._error = error
-            self._arrived.set()
-
     async def next(self) -> Output:
-        """Wait for outputs and return all that are there as one.
-
-        Raises:
-          RequestError: the stream has failed.
-        """
+        """Wait for outputs and return all that are there as one."""
         await self._arrived.wait()
         self._arrived.clear()
-        if self._error is not None:
-            raise self._error
-        assert self._latest is not None  # something has arrived, and it was no error
-        output = dataclasses.replace(self._latest, token_ids=tuple(self._token_ids))
+        assert self._latest is not None  # it is what has arrived
+        output = self._latest._replace(token_ids=tuple(self._token_ids))
         self._token_ids.clear()
         if self._is_paused:
             self._is_paused = False

@@ -1,8 +1,9 @@
 """The scheduler: pure functions from one immutable state to the next."""
 
+from serving.scheduler.chunking import chunk_end
 from serving.scheduler.lifecycle import abort, commit, submit
 from serving.scheduler.limits import Limits, check_request, make_limits
-from serving.scheduler.planning import chunk_end, plan
+from serving.scheduler.planning import plan
 from serving.scheduler.state import SchedulerState, check_state, initial_state, is_idle
 
 __all__ = [

@@ -4,23 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from serving.plan import FinishReason, Output, StepResult
 from serving.request import InvariantError, Request, RequestError
 from serving.scheduler.limits import Limits
 from serving.scheduler.state import Running, SchedulerState, Waiting, stop_running
-
-
-class _Verdict(NamedTuple):
-    """Whether a new token ends its request."""
-
-    finish_reason: FinishReason | None = None
-    matched_token_id: int | None = None
-
-
-_GOES_ON = _Verdict()
-_FULL_LENGTH = _Verdict("length")
 
 
 def submit(state: SchedulerState, limits: Limits, request: Request) -> SchedulerState:
@@ -77,7 +65,7 @@ def abort(
         token_ids=(),
         finish_reason="abort" if error is None else "error",
         prompt_tokens=len(live.request.prompt),
-        completion_tokens=len(live.output),
+        completion_tokens=live.output.num_tokens,
         error=error,
     )
 
@@ -111,57 +99,52 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
     tokens, finite = result.tokens.tolist(), result.finite.tolist()
     for planned, token, is_finite in zip(step.rows, tokens, finite, strict=True):
         request_id = planned.request_id
-        if request_id not in step.live:
+        computed = step.live.get(request_id)
+        if computed is None:
             continue
-        row = running[request_id]
-        output = row.output
+        request, output, slot, prefill_end, _ = running[request_id]
         if planned.samples:
             if is_finite:
                 output = output.append(token)
-                outputs.append(_token_output(row.request, token, len(output)))
+                outputs.append(_token_output(request, token, computed))
             else:
-                outputs.append(_not_finite_output(row))
-        running[request_id] = Running(
-            request=row.request,
-            output=output,
-            slot=row.slot,
-            prefill_end=row.prefill_end,
-            computed=planned.start + planned.length,
-        )
+                outputs.append(_not_finite_output(running[request_id]))
+        running[request_id] = Running(request, output, slot, prefill_end, computed)
     state = dataclasses.replace(state, running=running, in_flight=tuple(later))
-    for output in outputs:
-        if output.finish_reason is not None:
-            state = stop_running(state, output.request_id)
+    for news in outputs:
+        if news.finish_reason is not None:
+            state = stop_running(state, news.request_id)
     return state, tuple(outputs)
 
 
-def _token_output(request: Request, token: int, completion_tokens: int) -> Output:
-    verdict = _judge(request, token, completion_tokens)
+def _token_output(request: Request, token: int, computed: int) -> Output:
+    """News of the token that follows `computed` tokens in the cache."""
+    prompt_tokens = len(request.prompt)
+    completion_tokens = computed + 1 - prompt_tokens
+    reason: FinishReason | None = None
+    if request.ends_with(token):
+        reason = "stop"
+    elif completion_tokens >= request.sampling.max_tokens:
+        reason = "length"
     return Output(
         request_id=request.request_id,
         token_ids=(token,),
-        finish_reason=verdict.finish_reason,
-        matched_token_id=verdict.matched_token_id,
-        prompt_tokens=len(request.prompt),
+        prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
+        finish_reason=reason,
+        matched_token_id=token if reason == "stop" else None,
     )
-
-
-def _judge(request: Request, token: int, completion_tokens: int) -> _Verdict:
-    if request.ends_with(token):
-        return _Verdict("stop", token)
-    return _FULL_LENGTH if completion_tokens >= request.sampling.max_tokens else _GOES_ON
 
 
 def _not_finite_output(row: Running) -> Output:
     """End a request whose logits are not finite, without a token (KF-K09)."""
-    position = len(row.request.prompt) + len(row.output)
+    position = len(row.request.prompt) + row.output.num_tokens
     return Output(
         request_id=row.request.request_id,
         token_ids=(),
         finish_reason="error",
         prompt_tokens=len(row.request.prompt),
-        completion_tokens=len(row.output),
+        completion_tokens=row.output.num_tokens,
         error=RequestError(
             "INTERNAL",
             f"the model's logits are not finite at position {position}; expected finite numbers; "

@@ -14,16 +14,17 @@ from collections.abc import Set
 from k3jax import buckets
 from k3jax.buckets import Kind
 from serving import page_table
-from serving.page_table import Effect
+from serving.page_table import Allocation, Effect
 from serving.plan import RowPlan, StepPlan
+from serving.scheduler.chunking import chunk_end
 from serving.scheduler.limits import Limits
+from serving.scheduler.room import extend_running, has_room, reclaim_paused
 from serving.scheduler.state import (
     InFlight,
     Running,
     SchedulerState,
     Waiting,
-    planned_progress,
-    preempt,
+    planned_ends,
 )
 
 NO_REQUESTS: frozenset[str] = frozenset()
@@ -35,12 +36,6 @@ class _Rows:
 
     rows: tuple[RowPlan, ...] = ()
     effects: tuple[Effect, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Extended:
-    state: SchedulerState
-    effects: tuple[Effect, ...]
 
 
 def plan(
@@ -68,56 +63,28 @@ def plan(
     return state, None
 
 
-def chunk_end(
-    start: int, end: int, *, budget_tokens: int, max_budget_tokens: int, page_tokens: int
-) -> int:
-    """Where the next chunk of a prefill ends (cache-semantics.md section 6, rule 1 and page stop of
-    rule 2).
-
-    A chunk that does not end the prefill ends on a page boundary, and a chunk that starts inside a
-    page goes no further than its end, because only there the state in a page belongs to a known
-    place. A page that is wider than a whole step is filled in private pieces.
-
-    Args:
-      start, end: tokens computed, and tokens to compute in all.
-      budget_tokens: left in this step.
-      max_budget_tokens: of an empty step.
-
-    Returns:
-      Tokens computed after the chunk; `start` if the request must wait for a step with more room.
-    """
-    stop = min(end, start + budget_tokens)
-    if stop < end:
-        boundary = stop - stop % page_tokens
-        if boundary > start:
-            stop = boundary
-        elif page_tokens <= max_budget_tokens:
-            return start
-    if start % page_tokens:
-        stop = min(stop, start - start % page_tokens + page_tokens)
-    return stop
-
-
 def _plan_decode(state: SchedulerState, paused: Set[str]) -> tuple[SchedulerState, _Rows]:
     """One token for every running request that has finished its prefill."""
     rows: list[RowPlan] = []
     effects: list[Effect] = []
     page_tokens = state.table.geometry.page_tokens
+    ends = planned_ends(state)
     for request_id in tuple(state.running):
         row = state.running.get(request_id)  # an older row may have preempted it just now
         if row is None or request_id in paused:
             continue
-        start, pending = planned_progress(state, row)
-        max_tokens = row.request.sampling.max_tokens
-        if start < row.prefill_end or len(row.output) + pending >= max_tokens:
+        start = ends.get(request_id, row.computed)
+        if start < row.prefill_end or start >= row.request.max_cached_tokens:
             continue
-        if start >= len(state.table.owners[request_id].attention) * page_tokens:
-            extended = _extend(state, request_id, start + 1, paused)
+        allocation = state.table.owners[request_id]
+        if start >= len(allocation.attention) * page_tokens:
+            extended = extend_running(state, request_id, start + 1, paused)
             if extended is None:
                 continue
             state = extended.state
             effects += extended.effects
-        rows.append(_row_plan(state, row, start, start + 1, tokens=None))
+            allocation = state.table.owners[request_id]
+        rows.append(_row_plan(row, allocation, start, start + 1, tokens=None))
     return state, _Rows(tuple(rows), tuple(effects))
 
 
@@ -128,24 +95,26 @@ def _plan_prefill(
     rows: list[RowPlan] = []
     effects: list[Effect] = []
     budget = limits.max_prefill_tokens
+    ends = planned_ends(state)
     for request_id in tuple(state.running):
         if len(rows) == limits.max_prefill_rows:
             break
         row = state.running.get(request_id)  # an older row may have preempted it just now
         if row is None or request_id in paused or row.computed >= row.prefill_end:
             continue
-        start, _ = planned_progress(state, row)
+        start = ends.get(request_id, row.computed)
         if start >= row.prefill_end:
             continue
         end = _chunk_end(state, limits, start, row.prefill_end, budget)
         if end == start:
             continue
-        extended = _extend(state, request_id, end, paused)
+        extended = extend_running(state, request_id, end, paused)
         if extended is None:
             continue
         state = extended.state
         effects += extended.effects
-        rows.append(_row_plan(state, row, start, end, tokens=row.tokens(start, end)))
+        allocation = state.table.owners[request_id]
+        rows.append(_row_plan(row, allocation, start, end, tokens=row.tokens(start, end)))
         budget -= end - start
     state, admitted = _admit(state, limits, paused, budget, limits.max_prefill_rows - len(rows))
     return state, _Rows((*rows, *admitted.rows), (*effects, *admitted.effects))
@@ -173,8 +142,8 @@ def _admit(
         if end == 0:
             break
         needed = geometry.request_pages(num_tokens)
-        state = _reclaim_paused(state, limits, paused, needed)
-        if not _has_room(state, limits, paused, needed):
+        state = reclaim_paused(state, limits, paused, needed)
+        if not has_room(state, limits, paused, needed):
             break
         table, cleared = page_table.admit(state.table, request_id, end)
         row = Running(
@@ -191,70 +160,10 @@ def _admit(
             running={**state.running, request_id: row},
         )
         effects += cleared
-        rows.append(_row_plan(state, row, 0, end, tokens=row.tokens(0, end)))
+        allocation = state.table.owners[request_id]
+        rows.append(_row_plan(row, allocation, 0, end, tokens=row.tokens(0, end)))
         budget -= end
     return state, _Rows(tuple(rows), tuple(effects))
-
-
-def _extend(
-    state: SchedulerState, request_id: str, num_tokens: int, paused: Set[str]
-) -> _Extended | None:
-    """Grow a running request, preempting others if it must; None, and nothing preempted, if it has
-    to wait."""
-    geometry = state.table.geometry
-    held = len(state.table.owners[request_id].attention)
-    victims = _victims(state, request_id, geometry.attention_pages(num_tokens) - held, paused)
-    if victims is None:
-        return None
-    for victim in victims:
-        state = preempt(state, victim)
-    table, effects = page_table.extend(state.table, request_id, num_tokens)
-    return _Extended(dataclasses.replace(state, table=table), effects)
-
-
-def _victims(
-    state: SchedulerState, request_id: str, num_pages: int, paused: Set[str]
-) -> tuple[str, ...] | None:
-    """Whom to preempt so that `num_pages` are free: paused requests, then younger ones, youngest
-    first."""
-    free = state.table.num_free
-    if free >= num_pages:
-        return ()
-    ids = list(state.running)
-    younger = ids[ids.index(request_id) + 1 :]
-    candidates = [other for other in ids if other in paused][::-1]
-    candidates += [other for other in younger if other not in paused][::-1]
-    for count, other in enumerate(candidates, start=1):
-        free += len(state.table.owners[other].pages)
-        if free >= num_pages:
-            return tuple(candidates[:count])
-    return None
-
-
-def _has_room(state: SchedulerState, limits: Limits, paused: Set[str], num_pages: int) -> bool:
-    """Whether a row is free, and `num_pages` beside what the running requests need next."""
-    if len(state.running) >= limits.max_rows:
-        return False
-    geometry, promised = state.table.geometry, 0
-    for request_id, row in state.running.items():
-        if request_id not in paused:
-            start, _ = planned_progress(state, row)
-            needed = geometry.attention_pages(max(row.prefill_end, start + 1))
-            promised += max(0, needed - len(state.table.owners[request_id].attention))
-    return state.table.num_free - promised >= num_pages
-
-
-def _reclaim_paused(
-    state: SchedulerState, limits: Limits, paused: Set[str], num_pages: int
-) -> SchedulerState:
-    """Preempt paused requests for a new one, but only when they alone hold the server up."""
-    while (
-        state.running
-        and state.running.keys() <= paused
-        and not _has_room(state, limits, paused, num_pages)
-    ):
-        state = preempt(state, next(reversed(state.running)))
-    return state
 
 
 def _free_slot(state: SchedulerState, limits: Limits) -> int:
@@ -274,12 +183,12 @@ def _chunk_end(state: SchedulerState, limits: Limits, start: int, end: int, budg
 
 
 def _row_plan(
-    state: SchedulerState, row: Running, start: int, end: int, *, tokens: tuple[int, ...] | None
+    row: Running, allocation: Allocation, start: int, end: int, *, tokens: tuple[int, ...] | None
 ) -> RowPlan:
     """Tokens `start` to `end` of one request; without `tokens`, its last token is on the device."""
-    allocation = state.table.owners[row.request.request_id]
+    request = row.request
     return RowPlan(
-        request_id=row.request.request_id,
+        request_id=request.request_id,
         slot=row.slot,
         start=start,
         length=end - start,
@@ -288,7 +197,7 @@ def _row_plan(
         state_source=allocation.states,
         state_target=allocation.states,
         samples=end >= row.prefill_end,
-        sampling=row.request.sampling,
+        sampling=request.sampling,
     )
 
 
@@ -312,7 +221,7 @@ def _launch(
     launched = InFlight(
         step_id=step.step_id,
         rows=step.rows,
-        live={row.request_id: row for row in step.rows},
+        live={row.request_id: row.start + row.length for row in step.rows},
     )
     return dataclasses.replace(
         state,

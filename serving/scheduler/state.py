@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from k3jax.buckets import Kind
 from k3jax.config import ConfigError
@@ -33,12 +34,11 @@ class Waiting:
     @property
     def num_tokens(self) -> int:
         """Tokens that are known, and must be computed before the next one can be sampled."""
-        return len(self.request.prompt) + len(self.output)
+        return len(self.request.prompt) + self.output.num_tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """A request that owns pages and a row.
+class Running(NamedTuple):
+    """A request that owns pages and a row. A named tuple, since every step makes one a row.
 
     Attributes:
       output: generated tokens of committed steps.
@@ -68,14 +68,14 @@ class InFlight:
 
     Attributes:
       rows: of its plan, in order.
-      live: by request id, the rows whose results still count. A request that is aborted, preempted
-        or finished is withdrawn here, so that a later admission of the same id cannot receive an
-        old result (KF-S04).
+      live: requests whose results still count, and how many tokens of each the cache holds after
+        the step. A request that is aborted, preempted or finished is withdrawn here, so that a
+        later admission of the same id cannot receive an old result (KF-S04).
     """
 
     step_id: int
     rows: tuple[RowPlan, ...]
-    live: Mapping[str, RowPlan]
+    live: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,19 +121,12 @@ def is_idle(state: SchedulerState) -> bool:
     return not (state.waiting or state.running or state.in_flight)
 
 
-def planned_progress(state: SchedulerState, row: Running) -> tuple[int, int]:
-    """How far a running request will be when every step in flight is done.
-
-    Returns:
-      Tokens in the cache, and sampled tokens that are not committed.
-    """
-    start, pending = row.computed, 0
+def planned_ends(state: SchedulerState) -> Mapping[str, int]:
+    """Tokens in the cache once every step in flight is done, for each request that has one."""
+    ends: dict[str, int] = {}
     for step in state.in_flight:
-        planned = step.live.get(row.request.request_id)
-        if planned is not None:
-            start = planned.start + planned.length
-            pending += planned.samples
-    return start, pending
+        ends.update(step.live)
+    return ends
 
 
 def stop_running(state: SchedulerState, request_id: str) -> SchedulerState:
@@ -200,18 +193,20 @@ def _check_row(state: SchedulerState, row: Running) -> list[str]:
     request_id = row.request.request_id
     position = row.computed
     for step in state.in_flight:
-        planned = step.live.get(request_id)
-        if planned is None:
+        if request_id not in step.live:
             continue
+        planned = next(other for other in step.rows if other.request_id == request_id)
         if planned.start != position:
             problems.append(f"step {step.step_id} starts at {planned.start}; expected {position}")
         position = planned.start + planned.length
-    planned_end, pending = planned_progress(state, row)
-    if len(row.output) + pending > row.request.sampling.max_tokens:
-        problems.append("more tokens are generated and in flight than max_tokens")
+    if position > row.request.max_cached_tokens:
+        problems.append(
+            f"{position} tokens are computed or in flight; expected at most "
+            f"{row.request.max_cached_tokens}"
+        )
     owned = state.table.owners.get(request_id)
-    if owned and len(owned.attention) < state.table.geometry.attention_pages(planned_end):
-        problems.append(f"{len(owned.attention)} attention pages do not hold {planned_end} tokens")
+    if owned and len(owned.attention) < state.table.geometry.attention_pages(position):
+        problems.append(f"{len(owned.attention)} attention pages do not hold {position} tokens")
     return problems
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from typing import NamedTuple
 
-_BLOCK_TOKENS = 64
+_BLOCK_TOKENS = 32
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenLog:
-    """Token ids in blocks, so that an append copies one short block and not the whole output (one
-    append a row and step).
+class TokenLog(NamedTuple):
+    """Token ids in blocks: an append copies one short block, not the whole list.
 
     Attributes:
       blocks: full blocks of `_BLOCK_TOKENS` ids.
@@ -21,7 +19,8 @@ class TokenLog:
     blocks: tuple[tuple[int, ...], ...] = ()
     tail: tuple[int, ...] = ()
 
-    def __len__(self) -> int:
+    @property
+    def num_tokens(self) -> int:
         return len(self.blocks) * _BLOCK_TOKENS + len(self.tail)
 
     def append(self, token: int) -> TokenLog:

@@ -1,0 +1,301 @@
+"""The folder of a model: its configuration, and the files that its weights come from.
+
+Everything here works on the configuration, the index and the headers. All problems are collected,
+so that one start shows all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from k3jax.config import ConfigError, Dtype, ModelConfig
+from k3jax.weights.errors import Problem, WeightError, raise_if_any
+from k3jax.weights.safetensors_file import TensorEntry, duplicate, parse_unique, read_header
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+CONVERTED_FORMAT = 1
+# Written last by `converted.save`: says that the folder holds converted weights, and how they were
+# made.
+MANIFEST_FILE = "converted.json"
+
+_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.(weight|weight_packed|weight_scale)$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """How a converted checkpoint was made.
+
+    Attributes:
+      format: version of its layout.
+      dtype: of the leaves described as `compute`.
+    """
+
+    format: int
+    dtype: Dtype
+    expert_format: Literal["dense", "mxfp4"]
+
+
+def read_model_config(model_dir: Path) -> ModelConfig:
+    """Read `config.json`, and take the expert format from the tensors that are really there.
+
+    The released `quantization_config` cannot be trusted for that: its `ignore` list omits bf16
+      tensors
+    (k3-model.md section 3.4).
+
+    Raises:
+      ConfigError: no `config.json`, or one that `ModelConfig.from_hf` refuses.
+      WeightError: no checkpoint, a damaged index, or dense and packed experts in one checkpoint.
+    """
+    cfg = ModelConfig.from_hf(read_json(model_dir / "config.json"))
+    if is_converted(model_dir):
+        return dataclasses.replace(cfg, expert_format=read_manifest(model_dir).expert_format)
+    return dataclasses.replace(cfg, expert_format=detect_expert_format(stored_names(model_dir)))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object of a model folder.
+
+    Raises:
+      ConfigError: the file does not exist or does not hold a JSON object.
+    """
+    try:
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{file.name} cannot be read: got {error.strerror} for {file}; expected a model folder "
+            f"that holds it"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{file} is not a JSON object: got {type(value).__name__}; expected an object"
+        )
+    return value
+
+
+def is_converted(model_dir: Path) -> bool:
+    """True for a folder that `converted.save` finished."""
+    return (model_dir / MANIFEST_FILE).is_file()
+
+
+def read_manifest(model_dir: Path) -> Manifest:
+    """Read the manifest of a converted checkpoint.
+
+    Raises:
+      WeightError: it is damaged, or of another version of this code.
+    """
+    value = read_json(model_dir / MANIFEST_FILE)
+    try:
+        manifest = Manifest(**value)
+    except TypeError:
+        manifest = None
+    if manifest is None or manifest.format != CONVERTED_FORMAT:
+        raise WeightError(
+            Problem(
+                kind="converted",
+                file=MANIFEST_FILE,
+                message=f"{model_dir / MANIFEST_FILE} is of another version: got {value}; expected "
+                f"format "
+                f"{CONVERTED_FORMAT}; convert the checkpoint again",
+            )
+        )
+    return manifest
+
+
+def stored_names(model_dir: Path) -> Iterable[str]:
+    """Stored tensor names, from the index alone when there is one."""
+    weight_map = _read_index(model_dir)
+    return read_header(model_dir / SINGLE_FILE) if weight_map is None else weight_map
+
+
+def checkpoint_files(model_dir: Path) -> tuple[Path, ...]:
+    """Every file that the weights come from, the index included."""
+    weight_map = _read_index(model_dir)
+    if weight_map is None:
+        return (model_dir / SINGLE_FILE,)
+    return (
+        model_dir / INDEX_FILE,
+        *(model_dir / name for name in sorted(set(weight_map.values()))),
+    )
+
+
+def detect_expert_format(names: Iterable[str]) -> Literal["dense", "mxfp4"]:
+    """Decide by the presence of `weight_packed`.
+
+    Raises:
+      WeightError: some experts are packed and some are dense.
+    """
+    first: dict[str, str] = {}
+    for name in names:
+        match = _EXPERT.search(name)
+        if match is not None:
+            first.setdefault(match[1], name)
+    if "weight" in first and len(first) > 1:
+        packed = first.get("weight_packed") or first["weight_scale"]
+        raise WeightError(
+            Problem(
+                kind="expert_format",
+                tensor=packed,
+                message=f"experts are stored in two formats: got dense {first['weight']} and "
+                f"packed {packed}; "
+                "expected all dense or all packed",
+            )
+        )
+    return "mxfp4" if "weight_packed" in first else "dense"
+
+
+def open_checkpoint(model_dir: Path) -> dict[str, TensorEntry]:
+    """Read every header of a checkpoint and check them against the index.
+
+    Returns:
+      All tensors by stored name.
+
+    Raises:
+      WeightError: with every file and tensor that is missing, misplaced, twice there, cut or
+        malformed.
+    """
+    weight_map = _read_index(model_dir)
+    if weight_map is None:
+        return read_header(model_dir / SINGLE_FILE)
+    problems = _unlisted_files(model_dir, weight_map)
+    tensors: dict[str, TensorEntry] = {}
+    unreadable: set[str] = set()
+    repeated: set[str] = set()
+    for file in sorted(set(weight_map.values())):
+        try:
+            entries = read_header(model_dir / file)
+        except WeightError as error:
+            problems.extend(error.found)
+            unreadable.add(file)
+            continue
+        except OSError as error:
+            problems.append(_missing_file(model_dir, file, weight_map, error))
+            unreadable.add(file)
+            continue
+        for name, entry in entries.items():
+            first = tensors.setdefault(name, entry)
+            if first is not entry:
+                problems.append(duplicate(name, first, entry))
+                repeated.add(name)
+            elif name not in weight_map:
+                problems.append(_unlisted_tensor(entry))
+    for name, file in weight_map.items():
+        entry = tensors.get(name)
+        is_there = entry is not None and entry.file.name == file
+        if not is_there and file not in unreadable and name not in repeated:
+            problems.append(_misplaced(model_dir, name, file, entry))
+    raise_if_any(problems)
+    return tensors
+
+
+def _read_index(model_dir: Path) -> dict[str, str] | None:
+    """The weight map, or None for a checkpoint in a single file without an index."""
+    file = model_dir / INDEX_FILE
+    if not file.exists():
+        if (model_dir / SINGLE_FILE).exists():
+            return None
+        raise WeightError(
+            Problem(
+                kind="no_weights",
+                file=INDEX_FILE,
+                message=f"no weights in {model_dir}: expected {INDEX_FILE} or {SINGLE_FILE}",
+            )
+        )
+    try:
+        index, repeated = parse_unique(file.read_bytes())
+        weight_map = index["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightError(
+            Problem(
+                kind="index",
+                file=INDEX_FILE,
+                message=f"{file} is not a safetensors index: {type(error).__name__} {error}; "
+                f"expected an object "
+                "with weight_map",
+            )
+        ) from None
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+        raise WeightError(
+            Problem(
+                kind="index",
+                file=INDEX_FILE,
+                message=f"{file} has a wrong weight_map; expected tensor name -> file name in the "
+                f"same folder",
+            )
+        )
+    if repeated:
+        raise WeightError(
+            [
+                Problem(
+                    kind="duplicate_tensor",
+                    file=INDEX_FILE,
+                    tensor=name,
+                    message=f"{file} lists tensor {name} twice; expected every name once",
+                )
+                for name in repeated
+            ]
+        )
+    return weight_map
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and Path(value).name == value and value not in ("", ".", "..")
+
+
+def _unlisted_files(model_dir: Path, weight_map: Mapping[str, str]) -> list[Problem]:
+    listed = set(weight_map.values())
+    return [
+        Problem(
+            kind="unlisted_file",
+            file=path.name,
+            message=f"{path} is not in {INDEX_FILE}: it belongs to another version of this "
+            f"checkpoint; remove it "
+            "or fetch the index again",
+        )
+        for path in sorted(model_dir.glob("model*.safetensors"))
+        if _SHARD.fullmatch(path.name) and path.name not in listed
+    ]
+
+
+def _missing_file(
+    model_dir: Path, file: str, weight_map: Mapping[str, str], error: OSError
+) -> Problem:
+    names = [name for name, where in weight_map.items() if where == file]
+    return Problem(
+        kind="missing_file",
+        file=file,
+        tensor=names[0],
+        message=f"{model_dir / file} cannot be read: got {error.strerror}; {INDEX_FILE} expects "
+        f"{len(names)} tensors "
+        f"in it, among them {names[0]}",
+    )
+
+
+def _unlisted_tensor(entry: TensorEntry) -> Problem:
+    return Problem(
+        kind="misplaced_tensor",
+        file=entry.file.name,
+        tensor=entry.name,
+        message=f"{entry.file} holds tensor {entry.name}, which {INDEX_FILE} does not list; index "
+        f"and shards are of "
+        "different versions",
+    )
+
+
+def _misplaced(model_dir: Path, name: str, file: str, entry: TensorEntry | None) -> Problem:
+    where = "no file holds it" if entry is None else f"{entry.file.name} holds it"
+    return Problem(
+        kind="misplaced_tensor",
+        file=file,
+        tensor=name,
+        message=f"{model_dir / file} does not hold tensor {name}, although {INDEX_FILE} says so; "
+        f"{where}",
+    )

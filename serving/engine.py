@@ -1,0 +1,355 @@
+"""The engine: one thread that owns the scheduler's state and keeps the device one step ahead.
+
+Other threads post events to one inbox; the engine takes them at the top of each turn, plans a
+step, starts it, and only then waits for the step before it. Nothing else touches the scheduler's
+state. The thread sleeps when no request can go on, and never sleeps while a step's result is
+outstanding.
+
+Every accepted request gets exactly one output with a finish reason, whatever happens. An exception
+in the loop ends all open requests with INTERNAL and the engine with health `failed`: the state of
+the device is unknown then, so the process has to end too.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Literal, Protocol
+
+from serving import scheduler
+from serving.inbox import Abort, Drain, Event, Inbox, OnOutput, Pause, Resume, Stop, Submit
+from serving.page_table import PageTable
+from serving.plan import Output, StepPlan, StepResult
+from serving.request import Request, RequestError
+from serving.scheduler import Limits
+
+logger = logging.getLogger(__name__)
+
+HealthStatus = Literal["starting", "serving", "draining", "stopped", "failed"]
+
+
+class Executor[Handle](Protocol):
+    """The device side of the engine. Used by the engine's thread only."""
+
+    def dispatch(self, plan: StepPlan) -> Handle:
+        """Start a step after all earlier ones, without waiting for any."""
+        ...
+
+    def collect(self, handle: Handle) -> StepResult:
+        """Wait for a step's result. Steps are collected in the order of their dispatch."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether requests are served; `message` says why not."""
+
+    status: HealthStatus
+    message: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """A snapshot of the engine, never older than the outputs that a client has seen.
+
+    Attributes:
+      running, waiting, free_pages, total_pages: now. The null page is not counted.
+      steps, prompt_tokens, generated_tokens, preemptions: since the start; they never fall. A
+        prompt is counted once, when its request is accepted (KF-V06).
+    """
+
+    running: int = 0
+    waiting: int = 0
+    free_pages: int
+    total_pages: int
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+class Engine[Handle]:
+    """Serves requests on an executor. All methods but `run` may be called from any thread.
+
+    Args:
+      executor: runs the steps.
+      limits: of the scheduler.
+      table: page table without owners.
+      on_failure: called from the engine's thread after an exception ended it.
+      clock: monotonic, in seconds.
+
+    Raises:
+      ConfigError: the buckets do not hold the longest request.
+    """
+
+    def __init__(
+        self,
+        executor: Executor[Handle],
+        limits: Limits,
+        table: PageTable,
+        *,
+        on_failure: Callable[[BaseException], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._executor = executor
+        self._limits = limits
+        self._on_failure = on_failure
+        self._clock = clock
+        self._inbox = Inbox()
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
+        # Read by any thread, replaced whole by the engine's.
+        self._health = Health(status="starting")
+        self._counts = Counts(free_pages=table.num_free, total_pages=table.num_usable)
+        self._step_started_s: float | None = None
+        # Of the engine's thread alone.
+        self._state = scheduler.initial_state(table, limits)
+        self._on_output: dict[str, OnOutput] = {}
+        self._paused: set[str] = set()
+        self._in_flight: collections.deque[tuple[Handle, float]] = collections.deque()
+        self._drains: list[Future[None]] = []
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Run the engine in its own thread."""
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the engine's thread to end; whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def submit(self, request: Request, on_output: OnOutput) -> Future[None]:
+        """Hand in a request.
+
+        Args:
+          on_output: called from the engine's thread, after acceptance, for each output of the
+            request. It must not block; if it raises, the request is aborted.
+
+        Returns:
+          Done once the engine has accepted the request. Fails with `RequestError` if it is refused,
+          and then `on_output` is never called. Cancelling it before that withdraws the request.
+        """
+        accepted: Future[None] = Future()
+        try:
+            scheduler.check_request(request, self._limits)  # long prompts: not in the engine's time
+        except RequestError as error:
+            accepted.set_exception(error)
+            return accepted
+        self._post(Submit(request, on_output, accepted))
+        return accepted
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests now. Ids that are not live are ignored (KF-V03)."""
+        self._post(Abort(tuple(request_ids)))
+
+    def pause(self, request_id: str) -> None:
+        """Do not schedule a request until `resume`: its client does not keep up."""
+        self._post(Pause(request_id))
+
+    def resume(self, request_id: str) -> None:
+        """Undo `pause`."""
+        self._post(Resume(request_id))
+
+    def drain(self) -> Future[None]:
+        """Refuse new requests from now on; done when all open ones have ended."""
+        drained: Future[None] = Future()
+        self._post(Drain(drained))
+        return drained
+
+    def stop(self) -> None:
+        """End all open requests with UNAVAILABLE, and the engine's thread after them."""
+        self._post(Stop())
+
+    def health(self) -> Health:
+        return self._health
+
+    def counts(self) -> Counts:
+        return self._counts
+
+    def step_age_s(self) -> float:
+        """Seconds since the oldest step in flight was started; 0 without one (KF-K10)."""
+        started_s = self._step_started_s
+        return 0.0 if started_s is None else self._clock() - started_s
+
+    def run(self) -> None:
+        """Serve until `stop`. Normally called by `start`."""
+        try:
+            self._health = Health(status="serving")
+            may_sleep = False
+            while not self._is_stopping:
+                for event in self._inbox.take(may_wait=may_sleep):
+                    self._apply(event)
+                may_sleep = not self._take_turn()
+                self._publish_counts()
+            self._shut_down()
+        except BaseException as error:
+            self._fail(error)
+
+    def _take_turn(self) -> bool:
+        """Start the next step, then apply the result of the one before; whether there was any."""
+        self._state, step = scheduler.plan(self._state, self._limits, paused=self._paused)
+        if step is not None:
+            self._in_flight.append((self._executor.dispatch(step), self._clock()))
+            self._note_oldest_step()
+        has_result_due = len(self._in_flight) > (0 if step is None else 1)
+        if has_result_due:
+            self._collect_oldest()
+        if self._drains and scheduler.is_idle(self._state):
+            self._resolve_drains()
+        return step is not None or has_result_due
+
+    def _collect_oldest(self) -> None:
+        handle, _ = self._in_flight[0]
+        result = self._executor.collect(handle)
+        self._in_flight.popleft()
+        self._note_oldest_step()
+        self._state, outputs = scheduler.commit(self._state, result)
+        self._publish_counts(
+            steps=1, generated_tokens=sum(len(output.token_ids) for output in outputs)
+        )
+        for output in outputs:
+            self._deliver(output)
+
+    def _note_oldest_step(self) -> None:
+        self._step_started_s = self._in_flight[0][1] if self._in_flight else None
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Submit():
+                self._accept(event)
+            case Abort():
+                for request_id in event.request_ids:
+                    self._end(request_id, error=None)
+            case Pause():
+                if event.request_id in self._on_output:
+                    self._paused.add(event.request_id)
+            case Resume():
+                self._paused.discard(event.request_id)
+            case Drain():
+                self._drains.append(event.drained)
+                if self._health.status == "serving":
+                    self._health = Health(status="draining", message="the server is shutting down")
+            case Stop():
+                self._is_stopping = True
+
+    def _accept(self, event: Submit) -> None:
+        if not event.accepted.set_running_or_notify_cancel():
+            return  # its client has left already
+        try:
+            if self._is_stopping or self._health.status != "serving":
+                raise _unavailable("stopping" if self._is_stopping else self._health.status)
+            self._state = scheduler.submit(self._state, self._limits, event.request)
+        except RequestError as error:
+            event.accepted.set_exception(error)
+            return
+        self._on_output[event.request.request_id] = event.on_output
+        self._publish_counts(prompt_tokens=len(event.request.prompt))
+        event.accepted.set_result(None)
+
+    def _end(self, request_id: str, *, error: RequestError | None) -> None:
+        self._state, output = scheduler.abort(self._state, request_id, error=error)
+        if output is not None:
+            self._publish_counts()
+            self._deliver(output)
+
+    def _deliver(self, output: Output) -> None:
+        """Pass an output on. A callback that raises costs only its own request."""
+        request_id = output.request_id
+        on_output = self._on_output.get(request_id)
+        if on_output is None:
+            return  # its callback failed on an earlier output of the same step
+        if output.finish_reason is not None:
+            self._forget(request_id)
+        try:
+            on_output(output)
+        except Exception:
+            logger.exception("output_callback_failed", extra={"request_id": request_id})
+            self._forget(request_id)
+            self._state, _ = scheduler.abort(self._state, request_id)
+            self._publish_counts()
+
+    def _forget(self, request_id: str) -> None:
+        self._on_output.pop(request_id, None)
+        self._paused.discard(request_id)
+
+    def _resolve_drains(self) -> None:
+        for drained in self._drains:
+            _resolve(drained)
+        self._drains.clear()
+
+    def _publish_counts(
+        self, *, steps: int = 0, prompt_tokens: int = 0, generated_tokens: int = 0
+    ) -> None:
+        """Show other threads the present state, before they can see what came of it elsewhere."""
+        old = self._counts
+        self._counts = Counts(
+            total_pages=old.total_pages,
+            steps=old.steps + steps,
+            prompt_tokens=old.prompt_tokens + prompt_tokens,
+            generated_tokens=old.generated_tokens + generated_tokens,
+            running=len(self._state.running),
+            waiting=len(self._state.waiting),
+            free_pages=self._state.table.num_free,
+            preemptions=self._state.num_preemptions,
+        )
+
+    def _end_all(self, error: RequestError) -> None:
+        for request_id in tuple(self._on_output):
+            self._end(request_id, error=error)
+
+    def _shut_down(self) -> None:
+        self._end_all(_unavailable("stopping"))
+        while self._in_flight:  # leave the device idle; no row of these steps is live
+            self._collect_oldest()
+        self._close(Health(status="stopped", message="the engine was stopped"))
+
+    def _fail(self, error: BaseException) -> None:
+        message = f"the engine failed: {type(error).__name__}: {error}"
+        logger.critical("engine_failed", exc_info=error)
+        self._health = Health(status="failed", message=message)
+        self._step_started_s = None
+        try:
+            self._end_all(RequestError("INTERNAL", message))
+        finally:  # whatever else is broken, nobody may wait for this engine
+            self._close(self._health)
+            if self._on_failure is not None:
+                self._on_failure(error)
+
+    def _post(self, event: Event) -> None:
+        if not self._inbox.post(event):
+            self._refuse(event)
+
+    def _close(self, health: Health) -> None:
+        """Take no event any more, and answer those that came too late."""
+        self._health = health
+        for event in self._inbox.close():
+            self._refuse(event)
+        self._resolve_drains()
+
+    def _refuse(self, event: Event) -> None:
+        match event:
+            case Submit():
+                if event.accepted.set_running_or_notify_cancel():
+                    event.accepted.set_exception(_unavailable(self._health.status))
+            case Drain():
+                _resolve(event.drained)
+            case _:
+                pass  # nothing is live that it could mean
+
+
+def _resolve(future: Future[None]) -> None:
+    """Set the result of a future that its holder may have cancelled."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(None)
+
+
+def _unavailable(status: str) -> RequestError:
+    return RequestError(
+        "UNAVAILABLE",
+        f"the engine takes no requests: got status {status!r}; expected 'serving'; retry elsewhere",
+    )

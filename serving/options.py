@@ -1,0 +1,277 @@
+"""The options of the server, their checks and their help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from k3jax.config import Dtype
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+_EPILOG = f"""\
+exit codes:
+  0  stopped by SIGTERM or SIGINT; a second signal cuts the drain short
+  {EXIT_FAILED}  the port is taken, or the engine failed
+  {EXIT_REFUSED}  the options, the model or the mesh were refused
+"""
+_UNITS: Mapping[str, int] = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The parsed command line; `build_parser` says what each option means."""
+
+    model: Path | None
+    served_model_name: str | None
+    dtype: Dtype
+    cache_dir: Path | None
+    weight_cache: Path | None
+    no_weight_cache: bool
+    compile_cache: Path | None
+    mesh: str
+    experts: Literal["auto", "ep", "tp"]
+    num_pages: int | None
+    pool_bytes: int | None
+    page_unit: int
+    max_rows: int
+    max_context: int | None
+    max_prefill_tokens: int
+    max_prefill_rows: int | None
+    max_waiting: int
+    max_waiting_tokens: int | None
+    output_buffer: int
+    host: str
+    port: int
+    drain_seconds: float
+    log_level: str
+
+
+def parse_options(argv: Sequence[str] | None = None) -> Options:
+    """Parse the command line; a mistake in it prints one line and exits with `EXIT_REFUSED`."""
+    return Options(**vars(build_parser().parse_args(argv)))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser, with all its help."""
+    parser = _Parser(
+        prog="serve.py",
+        description="Serve a Kimi K3 or Kimi-Linear checkpoint over gRPC (vllm.grpc.engine).",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model(parser)
+    _add_mesh(parser)
+    _add_cache(parser)
+    _add_scheduling(parser)
+    _add_network(parser)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print one line instead of the whole usage."""
+        print(f"{self.prog}: error: {message}; see --help", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint folder with config.json, safetensors and tokenizer files "
+        "(default: a small K3-shaped model of our own, made at the first start)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model (default: the folder's name)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of activations, dense weights and the MLA cache (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="for what can be made again: the embedded model, converted weights, compiled steps "
+        "(default: $XDG_CACHE_HOME/k3jax, or ~/.cache/k3jax)",
+    )
+    group.add_argument(
+        "--weight-cache",
+        type=Path,
+        metavar="DIR",
+        help="for converted weights, which let a killed load resume and the next start be faster; "
+        "takes as much room as the checkpoint (default: weights in --cache-dir)",
+    )
+    group.add_argument(
+        "--no-weight-cache",
+        action="store_true",
+        help="read the checkpoint at every start and write nothing",
+    )
+    group.add_argument(
+        "--compile-cache",
+        type=Path,
+        metavar="DIR",
+        help="for compiled steps (default: $JAX_COMPILATION_CACHE_DIR, or compiled in --cache-dir)",
+    )
+
+
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("mesh")
+    group.add_argument(
+        "--mesh",
+        default="tp1",
+        metavar="MESH",
+        help="devices: tp8 splits heads, vocabulary and experts over eight; dp is not there yet. "
+        "On a host without accelerators the devices are simulated (default: %(default)s)",
+    )
+    group.add_argument(
+        "--experts",
+        choices=("auto", "ep", "tp"),
+        default="auto",
+        help="ep gives each device whole experts, tp a slice of every expert, auto takes ep where "
+        "the number of experts divides (default: %(default)s)",
+    )
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cache")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
+        "--num-pages",
+        type=_number(int, at_least=2),
+        metavar="N",
+        help="pages of the pool, the null page included (default: what the device's memory leaves; "
+        "on a CPU, what --max-rows full contexts need)",
+    )
+    size.add_argument(
+        "--pool-bytes",
+        type=_bytes,
+        metavar="SIZE",
+        help="bytes of the pool on each device, for example 64G",
+    )
+    group.add_argument(
+        "--page-unit",
+        type=_number(int, at_least=1),
+        default=128,
+        metavar="N",
+        help="a page is a multiple of N tokens (default: %(default)s)",
+    )
+
+
+def _add_scheduling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("scheduling")
+    group.add_argument(
+        "--max-rows",
+        type=_number(int, at_least=1),
+        default=8,
+        metavar="N",
+        help="requests that run at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-context",
+        type=_number(int, at_least=2),
+        metavar="N",
+        help="tokens of a request, prompt and output (default: the model's, at most 4096)",
+    )
+    group.add_argument(
+        "--max-prefill-tokens",
+        type=_number(int, at_least=1),
+        default=256,
+        metavar="N",
+        help="prompt tokens of one step (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-prefill-rows",
+        type=_number(int, at_least=1),
+        metavar="N",
+        help="requests that share a step with prompt tokens (default: --max-rows, at most 4)",
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=_number(int, at_least=1),
+        default=1024,
+        metavar="N",
+        help="requests that may wait; more are refused at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-waiting-tokens",
+        type=_number(int, at_least=1),
+        metavar="N",
+        help="tokens of the requests that may wait (default: eight times --max-context)",
+    )
+    group.add_argument(
+        "--output-buffer",
+        type=_number(int, at_least=1),
+        default=256,
+        metavar="N",
+        help="tokens that wait for a slow client before its request pauses (default: %(default)s)",
+    )
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("network")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; there is no authentication (default: %(default)s)",
+    )
+    group.add_argument(
+        "--port",
+        type=_number(int, at_least=0, at_most=65535),
+        default=50051,
+        help="0 takes a free one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=_number(float, at_least=0),
+        default=30.0,
+        metavar="S",
+        help="time that running requests have to finish after SIGTERM (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="of the log on stderr (default: %(default)s)",
+    )
+
+
+def _number[N: (int, float)](
+    kind: Callable[[str], N], *, at_least: float, at_most: float = math.inf
+) -> Callable[[str], N]:
+    """A converter that checks the range."""
+    expected = f">= {at_least:g}" if at_most == math.inf else f"{at_least:g} to {at_most:g}"
+
+    def convert(text: str) -> N:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not at_least <= value <= at_most:
+            raise argparse.ArgumentTypeError(f"got {text!r}; expected a number {expected}")
+        return kind(text)
+
+    return convert
+
+
+def _bytes(text: str) -> int:
+    """Parse `1500`, `512M` or `64GiB`."""
+    match = re.fullmatch(r"([0-9]+)([KMGT]?)(iB)?", text)
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a size such as 512M or 64GiB")
+    return int(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,60 @@
+"""The load of the server as a gateway reads it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+
+from serving.engine import Counts
+from serving.rpc.lifecycle import Served
+from serving.rpc.protocol import messages
+
+_WINDOW_S = 1.0
+
+
+class RateMeter:
+    """Tokens per second between readings. A reading too soon after another repeats its rate."""
+
+    def __init__(self) -> None:
+        self._count, self._time_s, self._rate = 0, 0.0, 0.0
+
+    def read(self, count: int, now_s: float) -> float:
+        """Return the rate at which `count` has grown."""
+        if now_s - self._time_s >= _WINDOW_S:
+            self._rate = (count - self._count) / (now_s - self._time_s)
+            self._count, self._time_s = count, now_s
+        return self._rate
+
+
+def load_message(
+    served: Served, counts: Counts, *, tokens_per_s: float, pending_prompt_tokens: int
+) -> messages.SchedulerLoad:
+    """The load of one rank. A page counts as used from the time that a request owns it.
+
+    Args:
+      pending_prompt_tokens: of the requests that have no token yet.
+    """
+    used_pages = counts.total_pages - counts.free_pages
+    return messages.SchedulerLoad(
+        dp_rank=0,
+        num_running_reqs=counts.running,
+        num_waiting_reqs=counts.waiting,
+        num_total_reqs=counts.running + counts.waiting,
+        num_used_tokens=used_pages * served.page_tokens,
+        max_total_num_tokens=counts.total_pages * served.page_tokens,
+        token_usage=used_pages / counts.total_pages,
+        gen_throughput=tokens_per_s,
+        utilization=counts.running / served.limits.max_rows,
+        max_running_requests=served.limits.max_rows,
+        num_waiting_uncached_tokens=pending_prompt_tokens,
+    )
+
+
+def loads_message(loads: list[messages.SchedulerLoad]) -> messages.GetLoadsResponse:
+    """The reply of `GetLoads`."""
+    return messages.GetLoadsResponse(
+        timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
+        version=importlib.metadata.version("k3jax"),
+        dp_rank_count=1,
+        loads=loads,
+    )

@@ -1,0 +1,107 @@
+"""Small models on a mesh, and steps on them by row: what the model's tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from k3jax.buckets import Bucket
+from k3jax.cache_spec import cache_spec
+from k3jax.config import CacheConfig, Dtype, ModelConfig
+from k3jax.paged_model import PagedModel
+from k3jax.pool import pool_layout
+from k3jax.step import Program, scoring_step
+from serving.build import LoadedModel, load_model
+from k3jax.config import EngineConfig
+from serving.packing import pack_plan
+from serving.plan import RowPlan, StepPlan
+from serving.request import SamplingParams
+from sharding.axes import ParallelConfig
+from sharding.mesh import make_mesh
+from tests import tiny
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1)
+
+
+def load_golden(
+    name: str, *, tp: int = 1, experts: str = "ep", dtype: Dtype = "float32"
+) -> LoadedModel:
+    """A golden checkpoint on a mesh, with pages as small as its state allows."""
+    engine = EngineConfig(dtype=dtype, max_rows=1, max_prefill_rows=1, max_context_tokens=128)
+    folder: Path = tiny.DATA / name
+    return load_model(folder, engine, ParallelConfig(tp=tp, experts=experts), unit_tokens=16)
+
+
+def program_of(
+    cfg: ModelConfig, *, page_tokens: int, num_pages: int, tp: int = 1, dtype: Dtype = "float32",
+    max_rows: int = 4,
+) -> Program:  # fmt: skip
+    """What to compile for a small pool."""
+    spec = cache_spec(cfg, tp=tp, dtype=dtype)
+    cache = CacheConfig(page_tokens=page_tokens, num_pages=num_pages)
+    layout = pool_layout(cfg, cache, spec, tp=tp, dtype=dtype)
+    parallel = ParallelConfig(tp=tp)
+    return Program(cfg=cfg, parallel=parallel, layout=layout, dtype=dtype, max_rows=max_rows)
+
+
+def open_model(
+    program: Program,
+    buckets: Sequence[Bucket],
+    *,
+    make_step: Callable[..., Any] = scoring_step,
+    params: Any = None,
+) -> PagedModel:
+    """A model with random weights, or with `params`, compiled for `buckets`."""
+    mesh = make_mesh(program.parallel)
+    if params is None:
+        params = tiny.random_params(program.cfg, dtype=program.dtype)
+    placed = jax.tree.map(
+        lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)),
+        params,
+        program.param_specs,
+    )
+    return PagedModel(program, mesh, placed, make_step, buckets)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A sequence that lives on fixed pages of the pool."""
+
+    tokens: np.ndarray
+    attention: tuple[int, ...]
+    states: tuple[int, ...]
+    slot: int = 0
+
+    def plan(self, start: int, end: int) -> RowPlan:
+        """This row's part of a step that computes tokens `start` to `end`."""
+        return RowPlan(
+            request_id=f"row{self.slot}", slot=self.slot, start=start, length=end - start,
+            tokens=tuple(int(t) for t in self.tokens[start:end]), attention_pages=self.attention,
+            state_source=self.states, state_target=self.states, samples=True, sampling=GREEDY,
+        )  # fmt: skip
+
+
+def run_rows(
+    model: PagedModel, bucket: Bucket, parts: Sequence[tuple[Row, int, int]]
+) -> list[np.ndarray]:
+    """Run `(row, start, end)` parts as one step; the result of each part, row by row."""
+    plan = StepPlan(
+        step_id=0, bucket=bucket, rows=tuple(row.plan(start, end) for row, start, end in parts),
+        clear_pages=(),
+    )  # fmt: skip
+    program = model.program
+    packed = pack_plan(plan, program.num_recurrent_groups, program.max_rows)
+    result = np.asarray(model.run(bucket, packed))
+    ends = np.cumsum([end - start for _, start, end in parts])
+    return np.split(result[: ends[-1]], ends[:-1])
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference over the largest expected magnitude."""
+    assert got.shape == want.shape
+    return float(np.abs(got - want).max() / np.abs(want).max())
