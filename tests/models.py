@@ -19,7 +19,8 @@ from k3jax.step import Program, scoring_step
 from serving.build import LoadedModel, load_model
 from k3jax.config import EngineConfig
 from serving.packing import pack_plan
-from serving.plan import RowPlan, StepPlan
+from serving.executor import Executor, Handle
+from serving.plan import RowPlan, StepPlan, StepResult
 from serving.request import SamplingParams
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
@@ -105,3 +106,19 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     """Largest difference over the largest expected magnitude."""
     assert got.shape == want.shape
     return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+class StepExecutor(Executor):
+    """The real executor, with steps collected by their number as `SchedulerDriver` does."""
+
+    def __init__(self, model: PagedModel):
+        super().__init__(model)
+        self.model = model
+        self._handles: dict[int, Handle] = {}
+
+    def dispatch(self, plan: StepPlan) -> Handle:
+        self._handles[plan.step_id] = super().dispatch(plan)
+        return self._handles[plan.step_id]
+
+    def collect(self, handle: int) -> StepResult:
+        return super().collect(self._handles.pop(handle))

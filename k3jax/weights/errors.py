@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from k3jax.config import ConfigError
@@ -16,7 +17,7 @@ ProblemKind = Literal[
     "header",  # a safetensors header that breaks the format
     "truncated",
     "missing_tensor",
-    "misplaced_tensor",  # the index names a file that does not hold it
+    "misplaced_tensor",  # index and shards disagree about where it is
     "duplicate_tensor",
     "unknown_tensor",
     "expert_format",  # dense and packed experts in one checkpoint
@@ -31,34 +32,38 @@ ProblemKind = Literal[
 _SHOWN_PROBLEMS = 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong.
 
     Attributes:
       message: a whole sentence that names file, tensor, value and expectation.
-      file: name or path of the file, if one is to blame.
-      tensor: stored name of the tensor, if one is to blame.
+      file: the file to blame, if there is one.
+      tensor: stored name of the tensor to blame, if there is one.
     """
 
     kind: ProblemKind
     message: str
-    file: str | None = None
+    file: Path | None = None
     tensor: str | None = None
-
-    def __str__(self) -> str:
-        return self.message
 
 
 class WeightError(ConfigError):
-    """A checkpoint cannot be loaded. `found` carries every problem, the message the first ones."""
+    """A checkpoint cannot be loaded. `found` has every problem, the message the first ones."""
 
-    def __init__(self, problems: Problem | Sequence[Problem]):
-        self.found = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        lines = [str(problem) for problem in self.found[:_SHOWN_PROBLEMS]]
+    def __init__(self, found: Sequence[Problem]):
+        self.found = tuple(found)
+        lines = [problem.message for problem in self.found[:_SHOWN_PROBLEMS]]
         if len(self.found) > _SHOWN_PROBLEMS:
             lines.append(f"and {len(self.found) - _SHOWN_PROBLEMS} more problems")
         super().__init__(lines)
+
+
+def refusal(
+    kind: ProblemKind, message: str, file: Path | None = None, tensor: str | None = None
+) -> WeightError:
+    """The error of a single problem."""
+    return WeightError([Problem(kind, message, file, tensor)])
 
 
 def raise_if_any(problems: Sequence[Problem]) -> None:

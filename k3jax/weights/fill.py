@@ -1,5 +1,4 @@
-"""Filling of one piece from the stored tensors: ranged reads, lossless conversion, checks of the
-values.
+"""Filling of one piece from the stored tensors: ranged reads, conversion, checks of the values.
 
 A row range is read once and handed to every local shard that needs part of it. Only the columns
 that a shard owns are kept.
@@ -7,15 +6,13 @@ that a shard owns are kept.
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from k3jax.config import Dtype, ModelConfig
-from k3jax.weights.errors import Problem, WeightError, raise_if_any
+from k3jax.weights.errors import Problem, raise_if_any, refusal
 from k3jax.weights.folder import open_checkpoint
 from k3jax.weights.names import Bound, BoundSource, bind, num_leading_dims
 from k3jax.weights.plan import Piece
@@ -25,12 +22,17 @@ from k3jax.weights.safetensors_file import DTYPES, TensorEntry, TensorFiles
 # weight above 6 * 2^10 is a damaged or misread file (KF-L03).
 MAX_SCALE_BYTE = 127 + 10
 
+# Rows of a local shard to fill, and where its columns begin in the stored tensor.
+Target = tuple[np.ndarray, tuple[int, ...]]
+
 
 class CheckpointReader:
     """A checkpoint that is opened and checked when it is first needed. Used by several threads."""
 
     def __init__(self, model_dir: Path, cfg: ModelConfig, dtype: Dtype):
-        self._model_dir, self._cfg, self._dtype = model_dir, cfg, dtype
+        self._model_dir = model_dir
+        self._cfg = cfg
+        self._dtype: Dtype = dtype
         self._files = TensorFiles()
         self._lock = threading.Lock()
         self._bound: Bound | None = None
@@ -70,24 +72,22 @@ def fill(piece: Piece, bound: Bound, files: TensorFiles) -> tuple[np.ndarray, ..
     """
     leaf = piece.leaf
     sources = bound[leaf.module][leaf.name]
-    blocks = tuple(np.empty(piece.shape, leaf.dtype) for _ in leaf.shard_starts)
     lead = num_leading_dims(leaf.spec)
-    for position in itertools.product(*(range(size) for size in piece.shape[:lead])):
-        wanted: dict[tuple[str, int], list[tuple[np.ndarray, tuple[slice, ...]]]] = {}
-        entries: dict[str, TensorEntry] = {}
-        for block, window in zip(blocks, _windows(piece), strict=True):
-            place = tuple(
-                part.start + step for part, step in zip(window[:lead], position, strict=True)
-            )
+    row_shape = leaf.spec.shape[lead + 1 :]
+    blocks = tuple(np.empty(piece.shape, leaf.dtype) for _ in leaf.shard_starts)
+    begins = [
+        tuple(a + b for a, b in zip(shard, piece.start, strict=True)) for shard in leaf.shard_starts
+    ]
+    for position in np.ndindex(*piece.shape[:lead]):
+        # Shards that need the same rows of the same tensor share one read.
+        wanted: dict[tuple[TensorEntry, int], list[Target]] = {}
+        for block, begin in zip(blocks, begins, strict=True):
+            place = tuple(a + b for a, b in zip(begin[:lead], position, strict=True))
             entry = _entry_at(sources, place, has_layers=bool(leaf.spec.layers))
-            entries[entry.name] = entry
-            rows, *columns = window[lead:]
-            wanted.setdefault((entry.name, rows.start), []).append(
-                (block[position], tuple(columns))
-            )
-        row_shape = leaf.spec.shape[lead + 1 :]
-        for (name, start), targets in wanted.items():
-            _read(entries[name], start, row_shape, targets, files)
+            target = (block[position], begin[lead + 1 :])
+            wanted.setdefault((entry, begin[lead]), []).append(target)
+        for (entry, start), targets in wanted.items():
+            _read(entry, start, row_shape, targets, files)
     return blocks
 
 
@@ -100,86 +100,60 @@ def check_padding(bound: Bound, cfg: ModelConfig, files: TensorFiles) -> None:
     problems: list[Problem] = []
     for source in bound.get("kda", {}).get("A_log", ()):
         for entry in source.entries:
-            extra = max(entry.shape) - cfg.kda_num_heads
-            if extra <= 0:
-                continue
-            tail = np.empty((extra,), DTYPES[entry.dtype])
+            size = max(entry.shape)
+            tail = np.empty(max(0, size - cfg.kda_num_heads), DTYPES[entry.dtype])
             files.read_rows(entry, cfg.kda_num_heads, tail)
             if np.any(tail != 0):
-                problems.append(
-                    Problem(
-                        kind="padding",
-                        file=entry.file.name,
-                        tensor=entry.name,
-                        message=f"tensor {entry.name} in {entry.file} is longer than "
-                        f"{cfg.kda_num_heads} heads and "
-                        f"not zero beyond them: got {entry.shape[-1]} values; expected a zero tail",
-                    )
-                )
+                got = f"got {size} values for {cfg.kda_num_heads} heads"
+                message = f"tensor {entry.name} in {entry.file} is not zero beyond the heads: {got}"
+                problems.append(Problem("padding", message, entry.file, entry.name))
     raise_if_any(problems)
-
-
-def _windows(piece: Piece) -> Iterator[tuple[slice, ...]]:
-    """The piece in coordinates of the whole leaf, for each local shard."""
-    for shard in piece.leaf.shard_starts:
-        begins = [a + b for a, b in zip(shard, piece.start, strict=True)]
-        yield tuple(
-            slice(begin, begin + size) for begin, size in zip(begins, piece.shape, strict=True)
-        )
 
 
 def _entry_at(
     sources: tuple[BoundSource, ...], place: tuple[int, ...], *, has_layers: bool
 ) -> TensorEntry:
-    """The tensor that fills one place of a leaf: layer of the stack, then position inside the
-    layer."""
+    """The tensor that fills one place of a leaf: layer of the stack, then place inside it."""
     layer_idx, inside = (place[0], place[1:]) if has_layers else (0, place)
     for bound_source in sources:
-        expert = 0
-        for want, got in zip(bound_source.source.index, inside, strict=True):
-            if want is None:
-                expert = got
-            elif want != got:
-                break
-        else:
+        index = bound_source.source.index
+        if all(want in (None, got) for want, got in zip(index, inside, strict=True)):
+            expert = inside[index.index(None)] if None in index else 0
             return bound_source.entry(layer_idx, expert)
-    raise AssertionError(f"no source fills {place}")  # the sources cover a leaf: tested
+    raise AssertionError(f"no source fills {place}")  # sources cover every leaf: test_params
 
 
 def _read(
     entry: TensorEntry,
     start: int,
     row_shape: tuple[int, ...],
-    targets: list[tuple[np.ndarray, tuple[slice, ...]]],
+    targets: list[Target],
     files: TensorFiles,
 ) -> None:
-    """Read a row range of one tensor into each target, which keeps its own columns."""
-    stored = np.dtype(np.uint8) if entry.name.endswith(".weight_scale") else DTYPES[entry.dtype]
+    """Read a row range of one tensor, and give each target its own columns."""
+    is_scale = entry.name.endswith(".weight_scale")
+    stored = np.dtype(np.uint8) if is_scale else DTYPES[entry.dtype]
     first, _ = targets[0]
     if len(targets) == 1 and first.dtype == stored and first.shape[1:] == row_shape:
-        files.read_rows(entry, start, first)
         rows = first
+        files.read_rows(entry, start, rows)
     else:
         rows = np.empty((first.shape[0], *row_shape), stored)
         files.read_rows(entry, start, rows)
-        for target, columns in targets:
-            target[...] = rows[(slice(None), *columns)].astype(target.dtype, copy=False)
-    if entry.name.endswith(".weight_scale"):
+        for target, begin in targets:
+            sizes = zip(begin, target.shape[1:], strict=True)
+            target[...] = rows[:, *(slice(at, at + size) for at, size in sizes)]
+    if is_scale:
         _check_scales(entry, rows)
 
 
 def _check_scales(entry: TensorEntry, scales: np.ndarray) -> None:
     highest = int(scales.max())
     if highest > MAX_SCALE_BYTE:
-        raise WeightError(
-            Problem(
-                kind="scale",
-                file=entry.file.name,
-                tensor=entry.name,
-                message=f"tensor {entry.name} in {entry.file} holds an MXFP4 scale that no weight "
-                f"has: got byte "
-                f"{highest}{' (not a number)' if highest == 255 else f' (2^{highest - 127})'}; "
-                f"expected at most "
-                f"{MAX_SCALE_BYTE} (2^{MAX_SCALE_BYTE - 127})",
-            )
+        raise refusal(
+            "scale",
+            f"tensor {entry.name} in {entry.file} holds an MXFP4 scale that no weight has: "
+            f"got byte {highest}; expected at most {MAX_SCALE_BYTE} (2^{MAX_SCALE_BYTE - 127})",
+            entry.file,
+            entry.name,
         )

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from k3jax.config import ConfigError, Dtype, ModelConfig
-from k3jax.weights.errors import Problem, WeightError, raise_if_any
+from k3jax.weights.errors import Problem, WeightError, raise_if_any, refusal
 from k3jax.weights.safetensors_file import TensorEntry, duplicate, parse_unique, read_header
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-CONVERTED_FORMAT = 1
-# Written last by `converted.save`: says that the folder holds converted weights, and how they were
-# made.
 MANIFEST_FILE = "converted.json"
+CONVERTED_FORMAT = 1
 
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.(weight|weight_packed|weight_scale)$")
@@ -30,7 +28,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.(weight|weight_packed|weight_scal
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """How a converted checkpoint was made.
+    """How a converted checkpoint was made. Its file is written last, so it marks a whole one.
 
     Attributes:
       format: version of its layout.
@@ -45,9 +43,8 @@ class Manifest:
 def read_model_config(model_dir: Path) -> ModelConfig:
     """Read `config.json`, and take the expert format from the tensors that are really there.
 
-    The released `quantization_config` cannot be trusted for that: its `ignore` list omits bf16
-      tensors
-    (k3-model.md section 3.4).
+    The released `quantization_config` cannot be trusted for that: its `ignore` list omits three
+    bf16 tensors (k3-model.md section 3.4).
 
     Raises:
       ConfigError: no `config.json`, or one that `ModelConfig.from_hf` refuses.
@@ -69,15 +66,13 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{file.name} cannot be read: got {error.strerror} for {file}; expected a model folder "
-            f"that holds it"
+            f"{file.name} cannot be read: got {error.strerror} for {file}; "
+            "expected a model folder that holds it"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{file} is not a JSON object: got {type(value).__name__}; expected an object"
-        )
+        raise ConfigError(f"{file} is not an object: got {type(value).__name__}")
     return value
 
 
@@ -92,22 +87,18 @@ def read_manifest(model_dir: Path) -> Manifest:
     Raises:
       WeightError: it is damaged, or of another version of this code.
     """
-    value = read_json(model_dir / MANIFEST_FILE)
-    try:
+    file = model_dir / MANIFEST_FILE
+    value = read_json(file)
+    if set(value) == {field.name for field in dataclasses.fields(Manifest)}:
         manifest = Manifest(**value)
-    except TypeError:
-        manifest = None
-    if manifest is None or manifest.format != CONVERTED_FORMAT:
-        raise WeightError(
-            Problem(
-                kind="converted",
-                file=MANIFEST_FILE,
-                message=f"{model_dir / MANIFEST_FILE} is of another version: got {value}; expected "
-                f"format "
-                f"{CONVERTED_FORMAT}; convert the checkpoint again",
-            )
-        )
-    return manifest
+        if manifest.format == CONVERTED_FORMAT:
+            return manifest
+    raise refusal(
+        "converted",
+        f"{file} is of another version: got {value}; expected format {CONVERTED_FORMAT}; "
+        "convert the checkpoint again",
+        file,
+    )
 
 
 def stored_names(model_dir: Path) -> Iterable[str]:
@@ -119,12 +110,8 @@ def stored_names(model_dir: Path) -> Iterable[str]:
 def checkpoint_files(model_dir: Path) -> tuple[Path, ...]:
     """Every file that the weights come from, the index included."""
     weight_map = _read_index(model_dir)
-    if weight_map is None:
-        return (model_dir / SINGLE_FILE,)
-    return (
-        model_dir / INDEX_FILE,
-        *(model_dir / name for name in sorted(set(weight_map.values()))),
-    )
+    names = [SINGLE_FILE] if weight_map is None else [INDEX_FILE, *sorted(set(weight_map.values()))]
+    return tuple(model_dir / name for name in names)
 
 
 def detect_expert_format(names: Iterable[str]) -> Literal["dense", "mxfp4"]:
@@ -138,18 +125,15 @@ def detect_expert_format(names: Iterable[str]) -> Literal["dense", "mxfp4"]:
         match = _EXPERT.search(name)
         if match is not None:
             first.setdefault(match[1], name)
-    if "weight" in first and len(first) > 1:
-        packed = first.get("weight_packed") or first["weight_scale"]
-        raise WeightError(
-            Problem(
-                kind="expert_format",
-                tensor=packed,
-                message=f"experts are stored in two formats: got dense {first['weight']} and "
-                f"packed {packed}; "
-                "expected all dense or all packed",
-            )
+    packed = first.get("weight_packed") or first.get("weight_scale")
+    if packed is not None and "weight" in first:
+        raise refusal(
+            "expert_format",
+            f"experts are stored in two formats: got dense {first['weight']} and packed {packed}; "
+            "expected all dense or all packed",
+            tensor=packed,
         )
-    return "mxfp4" if "weight_packed" in first else "dense"
+    return "dense" if packed is None else "mxfp4"
 
 
 def open_checkpoint(model_dir: Path) -> dict[str, TensorEntry]:
@@ -159,39 +143,36 @@ def open_checkpoint(model_dir: Path) -> dict[str, TensorEntry]:
       All tensors by stored name.
 
     Raises:
-      WeightError: with every file and tensor that is missing, misplaced, twice there, cut or
-        malformed.
+      WeightError: with every file that is missing, malformed or cut, and every tensor that is
+        missing, misplaced or there twice.
     """
     weight_map = _read_index(model_dir)
     if weight_map is None:
         return read_header(model_dir / SINGLE_FILE)
     problems = _unlisted_files(model_dir, weight_map)
     tensors: dict[str, TensorEntry] = {}
-    unreadable: set[str] = set()
-    repeated: set[str] = set()
+    settled: set[str] = set()  # files and tensors that already have a problem
     for file in sorted(set(weight_map.values())):
         try:
             entries = read_header(model_dir / file)
-        except WeightError as error:
-            problems.extend(error.found)
-            unreadable.add(file)
-            continue
-        except OSError as error:
-            problems.append(_missing_file(model_dir, file, weight_map, error))
-            unreadable.add(file)
+        except (WeightError, OSError) as error:
+            is_read = isinstance(error, WeightError)
+            found = error.found if is_read else [_missing_file(model_dir, file, weight_map, error)]
+            problems.extend(found)
+            settled.add(file)
             continue
         for name, entry in entries.items():
             first = tensors.setdefault(name, entry)
             if first is not entry:
-                problems.append(duplicate(name, first, entry))
-                repeated.add(name)
+                problems.append(duplicate(first, entry))
+                settled.add(name)
             elif name not in weight_map:
                 problems.append(_unlisted_tensor(entry))
     for name, file in weight_map.items():
         entry = tensors.get(name)
         is_there = entry is not None and entry.file.name == file
-        if not is_there and file not in unreadable and name not in repeated:
-            problems.append(_misplaced(model_dir, name, file, entry))
+        if not is_there and file not in settled and name not in settled:
+            problems.append(_misplaced(model_dir / file, name, entry))
     raise_if_any(problems)
     return tensors
 
@@ -202,47 +183,22 @@ def _read_index(model_dir: Path) -> dict[str, str] | None:
     if not file.exists():
         if (model_dir / SINGLE_FILE).exists():
             return None
-        raise WeightError(
-            Problem(
-                kind="no_weights",
-                file=INDEX_FILE,
-                message=f"no weights in {model_dir}: expected {INDEX_FILE} or {SINGLE_FILE}",
-            )
-        )
+        message = f"no weights in {model_dir}: expected {INDEX_FILE} or {SINGLE_FILE}"
+        raise refusal("no_weights", message, file)
+    expected = "expected an object whose weight_map gives the file of each tensor, in this folder"
     try:
         index, repeated = parse_unique(file.read_bytes())
         weight_map = index["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise WeightError(
-            Problem(
-                kind="index",
-                file=INDEX_FILE,
-                message=f"{file} is not a safetensors index: {type(error).__name__} {error}; "
-                f"expected an object "
-                "with weight_map",
-            )
-        ) from None
+        got = f"{type(error).__name__}: {error}"
+        message = f"{file} is no safetensors index: got {got}; {expected}"
+        raise refusal("index", message, file) from None
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-        raise WeightError(
-            Problem(
-                kind="index",
-                file=INDEX_FILE,
-                message=f"{file} has a wrong weight_map; expected tensor name -> file name in the "
-                f"same folder",
-            )
-        )
-    if repeated:
-        raise WeightError(
-            [
-                Problem(
-                    kind="duplicate_tensor",
-                    file=INDEX_FILE,
-                    tensor=name,
-                    message=f"{file} lists tensor {name} twice; expected every name once",
-                )
-                for name in repeated
-            ]
-        )
+        raise refusal("index", f"{file} has a wrong weight_map; {expected}", file)
+    message = "{} lists tensor {} twice; expected every name once"
+    raise_if_any(
+        [Problem("duplicate_tensor", message.format(file, name), file, name) for name in repeated]
+    )
     return weight_map
 
 
@@ -254,48 +210,45 @@ def _unlisted_files(model_dir: Path, weight_map: Mapping[str, str]) -> list[Prob
     listed = set(weight_map.values())
     return [
         Problem(
-            kind="unlisted_file",
-            file=path.name,
-            message=f"{path} is not in {INDEX_FILE}: it belongs to another version of this "
-            f"checkpoint; remove it "
-            "or fetch the index again",
+            "unlisted_file",
+            f"{file} is not in {INDEX_FILE}: it belongs to another version of this checkpoint; "
+            "remove it or fetch the index again",
+            file,
         )
-        for path in sorted(model_dir.glob("model*.safetensors"))
-        if _SHARD.fullmatch(path.name) and path.name not in listed
+        for file in sorted(model_dir.glob("model*.safetensors"))
+        if _SHARD.fullmatch(file.name) and file.name not in listed
     ]
 
 
 def _missing_file(
-    model_dir: Path, file: str, weight_map: Mapping[str, str], error: OSError
+    model_dir: Path, name: str, weight_map: Mapping[str, str], error: OSError
 ) -> Problem:
-    names = [name for name, where in weight_map.items() if where == file]
+    file = model_dir / name
+    tensors = [tensor for tensor, where in weight_map.items() if where == name]
     return Problem(
-        kind="missing_file",
-        file=file,
-        tensor=names[0],
-        message=f"{model_dir / file} cannot be read: got {error.strerror}; {INDEX_FILE} expects "
-        f"{len(names)} tensors "
-        f"in it, among them {names[0]}",
+        "missing_file",
+        f"{file} cannot be read: got {error.strerror}; {INDEX_FILE} expects {len(tensors)} "
+        f"tensors in it, among them {tensors[0]}",
+        file,
+        tensors[0],
     )
 
 
 def _unlisted_tensor(entry: TensorEntry) -> Problem:
     return Problem(
-        kind="misplaced_tensor",
-        file=entry.file.name,
-        tensor=entry.name,
-        message=f"{entry.file} holds tensor {entry.name}, which {INDEX_FILE} does not list; index "
-        f"and shards are of "
-        "different versions",
+        "misplaced_tensor",
+        f"{entry.file} holds tensor {entry.name}, which {INDEX_FILE} does not list: index and "
+        "shards are of different versions",
+        entry.file,
+        entry.name,
     )
 
 
-def _misplaced(model_dir: Path, name: str, file: str, entry: TensorEntry | None) -> Problem:
+def _misplaced(file: Path, name: str, entry: TensorEntry | None) -> Problem:
     where = "no file holds it" if entry is None else f"{entry.file.name} holds it"
     return Problem(
-        kind="misplaced_tensor",
-        file=file,
-        tensor=name,
-        message=f"{model_dir / file} does not hold tensor {name}, although {INDEX_FILE} says so; "
-        f"{where}",
+        "misplaced_tensor",
+        f"{file} does not hold tensor {name}, although {INDEX_FILE} says so; {where}",
+        file,
+        name,
     )

@@ -1,23 +1,23 @@
-"""Names of a checkpoint: which stored tensor fills which part of which leaf (k3-model.md section
-3).
+"""Names of a checkpoint: which stored tensor fills which part of which leaf.
 
 A checkpoint is accepted only if every described source exists exactly once, with the right shape
-and a dtype that converts without loss, and nothing else is left over but the documented skips.
-Headers are enough to decide that, so it is decided before a weight is read, and all problems are
-reported at once.
+and a dtype that converts without loss, and nothing else is left over but the documented skips
+(k3-model.md sections 3 and 7). Headers are enough to decide that, so it is decided before a weight
+is read, and all problems are reported at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
 from k3jax.config import Dtype, ModelConfig
 from k3jax.params import ParamSpec, Source, a_log_stored, describe
 from k3jax.weights.errors import Problem, raise_if_any
 from k3jax.weights.safetensors_file import TensorEntry, duplicate
 
+_WRONG_CONFIG = "config.json or the index does not belong to this checkpoint"
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 # Stored dtypes that convert without loss. `weight_scale` is E8M0 whatever its label (KF-L03).
@@ -43,8 +43,7 @@ class BoundSource:
     num_experts: int
 
     def entry(self, layer_idx: int, expert: int) -> TensorEntry:
-        """The tensor of the `layer_idx`-th layer of the stack, and of one expert (0 if there are
-        none)."""
+        """The tensor of one layer of the stack, and of one expert (0 if there are none)."""
         return self.entries[layer_idx * self.num_experts + expert]
 
 
@@ -66,62 +65,52 @@ def bind(tensors: Mapping[str, TensorEntry], cfg: ModelConfig, dtype: Dtype) -> 
     """
     problems: list[Problem] = []
     by_name: dict[str, TensorEntry] = {}
+    unknown: list[TensorEntry] = []
     for stored, entry in tensors.items():
         name = canonical_name(stored, cfg)
-        if name in by_name:
-            problems.append(duplicate(stored, by_name[name], entry))
-        elif name is not None:
+        if is_skipped(stored, cfg):
+            continue
+        if name is None:
+            unknown.append(entry)
+        elif name in by_name:
+            problems.append(duplicate(by_name[name], entry))
+        else:
             by_name[name] = entry
-    bound: dict[str, dict[str, tuple[BoundSource, ...]]] = {}
-    for module, params in describe(cfg).items():
-        bound[module] = {
+    bound = {
+        module: {
             name: tuple(
                 _bind_source(by_name, cfg, dtype, spec, source, problems) for source in spec.sources
             )
             for name, spec in params.items()
         }
+        for module, params in describe(cfg).items()
+    }
     # What was bound has been taken out of `by_name`.
-    problems += [
-        Problem(
-            kind="unknown_tensor",
-            file=entry.file.name,
-            tensor=entry.name,
-            message=f"{entry.file} holds tensor {entry.name}, which this model does not have; "
-            "the configuration does not belong to this checkpoint",
-        )
-        for entry in by_name.values()
-    ]
+    for entry in (*unknown, *by_name.values()):
+        message = f"tensor {entry.name} in {entry.file} is not a part of this model; {_WRONG_CONFIG}"
+        problems.append(Problem("unknown_tensor", message, entry.file, entry.name))
     raise_if_any(problems)
     return bound
 
 
 def canonical_name(stored: str, cfg: ModelConfig) -> str | None:
-    """A stored name without the family's prefix, or None for a tensor that this text model skips.
+    """A stored name as sources spell it, or None if it has not the family's prefix.
 
-    Some exports say `language_model.layers.` for `language_model.model.layers.` (k3-model.md
-    section 3.4). A name without the prefix is returned whole: no source has such a name, so it is
-    reported as unknown.
+    Some exports drop the inner `model.` (k3-model.md section 3.4).
     """
-    name = stored
-    if cfg.family == "kimi_k3":
-        if stored.startswith(("vision_tower.", "mm_projector.")):
-            return None
-        if not stored.startswith("language_model."):
-            return stored
-        name = stored.removeprefix("language_model.")
-        if name == "lm_head.weight":
-            return name
-    elif name == "lm_head.weight":
-        return name
-    elif not name.startswith("model."):
-        return stored
-    name = name.removeprefix("model.")
-    if name == "lm_head.weight":
-        return stored
-    layer = _LAYER.match(name)
-    if name.startswith("mtp") or (layer is not None and int(layer[1]) >= cfg.num_layers):
+    prefix = "language_model." if cfg.family == "kimi_k3" else ""
+    if not stored.startswith(prefix):
         return None
-    return name
+    return stored.removeprefix(prefix).removeprefix("model.")
+
+
+def is_skipped(stored: str, cfg: ModelConfig) -> bool:
+    """True for what a text-only model leaves out: K3's vision tower and projector, MTP layers."""
+    if cfg.family == "kimi_k3" and stored.startswith(("vision_tower.", "mm_projector.")):
+        return True
+    name = canonical_name(stored, cfg) or ""
+    layer = _LAYER.match(name)
+    return name.startswith("mtp") or (layer is not None and int(layer[1]) >= cfg.num_layers)
 
 
 def released_name(name: str, cfg: ModelConfig) -> str:
@@ -149,8 +138,7 @@ def stored_shapes(spec: ParamSpec, source: Source, cfg: ModelConfig) -> tuple[tu
 
 
 def num_leading_dims(spec: ParamSpec) -> int:
-    """Dims of a leaf in front of those of one stored tensor: the stack, and the positions inside a
-    layer."""
+    """Dims of a leaf in front of a stored tensor's: the stack, and the place inside a layer."""
     return bool(spec.layers) + len(spec.sources[0].index)
 
 
@@ -175,39 +163,24 @@ def _bind_source(
             entry = by_name.pop(name, None)
             if entry is None:
                 stored = released_name(name, cfg)
-                problems.append(
-                    Problem(
-                        kind="missing_tensor",
-                        tensor=stored,
-                        message=f"no file of the checkpoint holds tensor {stored}; expected "
-                        f"{dtypes[0]} "
-                        f"{list(shapes[0])}; the configuration or the index does not belong to "
-                        f"this checkpoint",
-                    )
-                )
-                continue
-            problems += _check_entry(entry, shapes, dtypes)
-            entries.append(entry)
+                expected = f"expected {dtypes[0]} {list(shapes[0])}"
+                message = f"no file holds tensor {stored}: {expected}; {_WRONG_CONFIG}"
+                problems.append(Problem("missing_tensor", message, tensor=stored))
+            else:
+                problems += _check_entry(entry, shapes, dtypes)
+                entries.append(entry)
     return BoundSource(source, tuple(entries), experts)
 
 
 def _check_entry(
     entry: TensorEntry, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...]
-) -> Iterable[Problem]:
+) -> Iterator[Problem]:
+    where = f"tensor {entry.name} in {entry.file}"
     if entry.shape not in shapes:
-        yield Problem(
-            kind="shape",
-            file=entry.file.name,
-            tensor=entry.name,
-            message=f"tensor {entry.name} in {entry.file} has the wrong shape: got "
-            f"{list(entry.shape)}; expected " + " or ".join(str(list(shape)) for shape in shapes),
-        )
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        message = f"{where} has the wrong shape: got {list(entry.shape)}; expected {expected}"
+        yield Problem("shape", message, entry.file, entry.name)
     if entry.dtype not in dtypes:
-        yield Problem(
-            kind="dtype",
-            file=entry.file.name,
-            tensor=entry.name,
-            message=f"tensor {entry.name} in {entry.file} has the wrong dtype: got {entry.dtype}; "
-            f"expected "
-            f"{' or '.join(dtypes)}, which convert without loss",
-        )
+        expected = f"expected {' or '.join(dtypes)}, which loses nothing"
+        message = f"{where} has the wrong dtype: got {entry.dtype}; {expected}"
+        yield Problem("dtype", message, entry.file, entry.name)

@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from k3jax.weights.errors import Problem, ProblemKind, WeightError
+from k3jax.weights.errors import Problem, WeightError, refusal
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
 
@@ -74,40 +74,29 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
     Raises:
       WeightError: the file breaks the format, is shorter or longer than its header promises, or
-        names a tensor twice. The error names the file and, for a short one, the number of missing
-        bytes.
+        names a tensor twice. The error names the file and, for a short one, the missing bytes.
     """
     file_bytes = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
         if len(start) < 8:
-            raise _bad(
-                file,
-                "truncated",
-                f"is cut: got {file_bytes} bytes; {8 - len(start)} bytes are missing",
-            )
+            raise refusal("truncated", f"{file} is cut: {8 - len(start)} bytes are missing", file)
         (header_bytes,) = struct.unpack("<Q", start)
         if not 2 <= header_bytes <= MAX_HEADER_BYTES:
-            raise _bad(
-                file, "header",
-                f"has no safetensors header: got a length of {header_bytes}; expected "
-                f"2..{MAX_HEADER_BYTES}",
-            )  # fmt: skip
+            raise _malformed(
+                file, f"length of the header: got {header_bytes}; expected 2..{MAX_HEADER_BYTES}"
+            )
         text = stream.read(header_bytes)
     if len(text) < header_bytes:
-        raise _bad(
-            file, "truncated",
-            f"is cut in its header: got {file_bytes} bytes; at least {header_bytes - len(text)} "
-            f"bytes are missing",
-        )  # fmt: skip
-    entries = _entries(file, _parse_json(file, text), data_start=8 + header_bytes)
+        missing = header_bytes - len(text)
+        raise refusal("truncated", f"{file} is cut: at least {missing} bytes are missing", file)
+    entries = _entries(file, _parse_header(file, text), data_start=8 + header_bytes)
     _check_layout(file, entries, data_start=8 + header_bytes, file_bytes=file_bytes)
     return entries
 
 
 class TensorFiles:
-    """Open files of a checkpoint, read by several threads. Each file is opened once, at its first
-    read."""
+    """Open files of a checkpoint, each opened at its first read. Used by several threads."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -132,23 +121,19 @@ class TensorFiles:
         Args:
           entry: the tensor, seen as rows of `out.shape[1:]` elements.
           start: first row.
-          out: C-contiguous, of the stored dtype.
+          out: C-contiguous, of the stored item size.
 
         Raises:
-          WeightError: the file ends early; it was changed after its header had been checked.
+          WeightError: the file ends early: it was changed after its header had been checked.
         """
         row_bytes = math.prod(out.shape[1:]) * out.dtype.itemsize
-        view = memoryview(out.reshape(-1).view(np.uint8))
         offset = entry.offset + start * row_bytes
-        if not read_exactly(self._descriptor(entry.file), view, offset):
-            raise WeightError(
-                Problem(
-                    kind="truncated",
-                    file=entry.file.name,
-                    tensor=entry.name,
-                    message=f"{entry.file} ended inside tensor {entry.name}: the file was cut "
-                    f"while it was read",
-                )
+        if not read_exactly(self._descriptor(entry.file), byte_view(out), offset):
+            raise refusal(
+                "truncated",
+                f"{entry.file} ended inside tensor {entry.name}: it was cut while it was read",
+                entry.file,
+                entry.name,
             )
 
     def _descriptor(self, file: Path) -> int:
@@ -159,8 +144,7 @@ class TensorFiles:
 
 
 def read_exactly(descriptor: int, view: memoryview, offset: int) -> bool:
-    """Fill `view` from the file; false if the file ends first. Safe to call from several
-    threads."""
+    """Fill `view` from a file; false if the file ends first. Leaves the file's position alone."""
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -170,12 +154,16 @@ def read_exactly(descriptor: int, view: memoryview, offset: int) -> bool:
     return True
 
 
+def byte_view(array: np.ndarray) -> memoryview:
+    """The bytes of a C-contiguous array; `memoryview` itself does not know bfloat16."""
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """Parse JSON.
+    """Parse JSON, and note keys that an object repeats: readers keep the last one in silence.
 
     Returns:
-      The value, and the keys that an object holds more than once: JSON readers keep the last one in
-        silence.
+      The value, and the repeated keys.
 
     Raises:
       ValueError: not JSON.
@@ -192,15 +180,14 @@ def parse_unique(text: bytes) -> tuple[Any, list[str]]:
     return json.loads(text, object_pairs_hook=collect), repeated
 
 
-def duplicate(name: str, first: TensorEntry, second: TensorEntry) -> Problem:
-    """The problem of a tensor that two entries hold."""
+def duplicate(first: TensorEntry, second: TensorEntry) -> Problem:
+    """The problem of two stored tensors that are one."""
     return Problem(
-        kind="duplicate_tensor",
-        file=second.file.name,
-        tensor=name,
-        message=f"tensor {name} is there twice: got {first.name} in {first.file} and {second.name} "
-        f"in "
-        f"{second.file}; expected it once",
+        "duplicate_tensor",
+        f"tensor {second.name} is there twice: got {first.name} in {first.file} and {second.name} "
+        f"in {second.file}; expected it once",
+        second.file,
+        second.name,
     )
 
 
@@ -223,23 +210,21 @@ def write_file(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
             stream.write(np.ascontiguousarray(array).tobytes())
 
 
-def _bad(file: Path, kind: ProblemKind, what: str, tensor: str | None = None) -> WeightError:
-    return WeightError(Problem(kind=kind, file=file.name, tensor=tensor, message=f"{file} {what}"))
+def _malformed(file: Path, what: str, tensor: str | None = None) -> WeightError:
+    return refusal("header", f"{file} has a malformed header: {what}", file, tensor)
 
 
-def _parse_json(file: Path, text: bytes) -> dict[str, Any]:
+def _parse_header(file: Path, text: bytes) -> dict[str, Any]:
     try:
         header, repeated = parse_unique(text)
-    except ValueError as error:
-        raise _bad(file, "header", f"has a header that is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise _malformed(file, f"it is not JSON: {error}") from None
     if repeated:
-        raise _bad(
-            file, "duplicate_tensor", f"holds tensor {repeated[0]} twice; expected every name once", repeated[0]
-        )  # fmt: skip
+        name = repeated[0]
+        message = f"{file} holds tensor {name} twice; expected every name once"
+        raise refusal("duplicate_tensor", message, file, name)
     if not isinstance(header, dict):
-        raise _bad(
-            file, "header", f"has a wrong header: got {type(header).__name__}; expected an object"
-        )
+        raise _malformed(file, f"got {type(header).__name__}; expected an object")
     return header
 
 
@@ -252,31 +237,18 @@ def _entries(file: Path, header: dict[str, Any], *, data_start: int) -> dict[str
         try:
             dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         except (TypeError, KeyError, ValueError):
-            raise _bad(
-                file, "header",
-                f"has a malformed entry for {name}: got {value!r}; expected dtype, shape and "
-                f"data_offsets", name,
-            ) from None  # fmt: skip
+            expected = "expected dtype, shape and data_offsets"
+            raise _malformed(file, f"entry {name}: got {value!r}; {expected}", name) from None
         if not isinstance(shape, list) or not all(map(_is_count, [*shape, begin, end])):
-            raise _bad(
-                file, "header",
-                f"has a malformed entry for {name}: got {value!r}; expected sizes that are whole "
-                f"numbers >= 0", name,
-            )  # fmt: skip
+            expected = "expected whole numbers >= 0"
+            raise _malformed(file, f"entry {name}: got {value!r}; {expected}", name)
         if dtype not in DTYPES:
-            raise _bad(
-                file, "header",
-                f"has an unknown dtype for {name}: got {dtype!r}; expected one of "
-                f"{sorted(DTYPES)}", name,
-            )  # fmt: skip
+            expected = f"expected one of {sorted(DTYPES)}"
+            raise _malformed(file, f"dtype of {name} is unknown: got {dtype!r}; {expected}", name)
         entry = TensorEntry(name, file, dtype, tuple(shape), data_start + begin)
         if entry.num_bytes != end - begin:
-            raise _bad(
-                file, "header",
-                f"has wrong offsets for {name}: got {end - begin} bytes; expected "
-                f"{entry.num_bytes} for "
-                f"{dtype} {shape}", name,
-            )  # fmt: skip
+            expected = f"expected {entry.num_bytes} for {dtype} {shape}"
+            raise _malformed(file, f"size of {name}: got {end - begin} bytes; {expected}", name)
         entries.append(entry)
     entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
     return {entry.name: entry for entry in entries}
@@ -293,24 +265,18 @@ def _check_layout(
     position = data_start
     for entry in entries.values():
         if entry.offset != position:
-            word = "overlaps the tensor before it" if entry.offset < position else "leaves a gap"
-            raise _bad(
-                file, "header",
-                f"has wrong offsets: tensor {entry.name} {word}: got byte {entry.offset}; expected "
-                f"{position}",
-                entry.name,
-            )  # fmt: skip
+            word = "overlaps the one before it" if entry.offset < position else "leaves a gap"
+            got = f"got byte {entry.offset}; expected {position}"
+            raise _malformed(file, f"tensor {entry.name} {word}: {got}", entry.name)
         position += entry.num_bytes
     if file_bytes < position:
         cut = next(e for e in entries.values() if e.offset + e.num_bytes > file_bytes)
-        raise _bad(
-            file, "truncated",
-            f"is cut in tensor {cut.name}: got {file_bytes} bytes; expected {position}; "
-            f"{position - file_bytes} "
-            "bytes are missing; fetch the file again", cut.name,
-        )  # fmt: skip
+        raise refusal(
+            "truncated",
+            f"{file} is cut in tensor {cut.name}: got {file_bytes} bytes; expected {position}; "
+            f"{position - file_bytes} bytes are missing; fetch the file again",
+            file,
+            cut.name,
+        )
     if file_bytes > position:
-        raise _bad(
-            file, "header",
-            f"is longer than its header says: got {file_bytes} bytes; expected {position}",
-        )  # fmt: skip
+        raise _malformed(file, f"got a file of {file_bytes} bytes; expected {position}")

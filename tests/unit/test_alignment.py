@@ -9,7 +9,7 @@ import pytest
 
 from k3jax.cache_spec import CacheSpec, LayerGroup, cache_spec
 from k3jax.config import ConfigError, ModelConfig
-from serving.page_table import PageGeometry, align, capacity, lcm_page, pages_in, report
+from serving.page_table import align, capacity, lcm_page, pages_in, report
 
 K3_CONFIG = Path(__file__).parents[1] / "data" / "k3-config.json"
 K3_CHANNELS = 96 * 128
@@ -197,9 +197,3 @@ def test_lcm_refuses_what_has_no_multiple():
         lcm_page({})
     with pytest.raises(ConfigError, match="b is out of range: got 0; expected >= 1"):
         lcm_page({"a": 1, "b": 0})
-
-
-def test_geometry_is_a_value():
-    assert align(k3_spec(tp=8)) == align(k3_spec(tp=8))
-    assert isinstance(hash(align(k3_spec(tp=8))), int)
-    assert PageGeometry.__dataclass_params__.frozen  # type: ignore[attr-defined]
