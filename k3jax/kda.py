@@ -12,6 +12,7 @@ from k3jax.layers import Weights, linear, linear_f32, rms_norm
 from k3jax.pool import PoolLayout, read_states, write_states
 from k3jax.step_meta import StepMeta
 from pallas_kernels.kda import kda_decode, kda_prefill
+from pallas_kernels.numerics import contract, round_to, sigmoid_f32
 from pallas_kernels.short_conv import short_conv, short_conv_step
 
 
@@ -45,8 +46,7 @@ def kda_attention(
         layout, pool, meta.state_source[:, group], meta.computed == 0, position=position
     )
     with jax.named_scope("kda/project"):
-        qkv = jnp.einsum("th,sch->tsc", x, w["qkv"], preferred_element_type=jnp.float32)
-        qkv = qkv.astype(x.dtype).reshape(num_tokens, -1)
+        qkv = round_to(contract("th,sch->tsc", x, w["qkv"]), x.dtype).reshape(num_tokens, -1)
         f = linear(linear(x, w["f_a"]), w["f_b"]).reshape(num_tokens, heads, dim)
         b = linear(x, w["b"])
         gate = linear(linear(x, w["g_a"]), w["g_b"]) if "g_a" in w else linear(x, w["g"])
@@ -79,6 +79,6 @@ def kda_attention(
     )
     with jax.named_scope("kda/output"):
         normed = rms_norm(o.astype(jnp.float32), w["o_norm"], cfg.rms_norm_eps)
-        gate = jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(num_tokens, heads, dim)
-        y = (normed * gate).astype(x.dtype).reshape(num_tokens, -1)
+        gate = sigmoid_f32(gate).reshape(num_tokens, heads, dim)
+        y = round_to(normed * gate, x.dtype).reshape(num_tokens, -1)
         return linear_f32(y, w["o"]), pool

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from k3jax.config import Dtype, ModelConfig
 from k3jax.params import ParamSpec, describe
+from pallas_kernels.numerics import contract, round_to
 from sharding.axes import ParallelConfig
 from sharding.specs import local_shape
 
@@ -71,12 +72,17 @@ def initializer(spec: ParamSpec) -> nn.initializers.Initializer:
 
 def linear(x: Float[Array, "*T i"], w: Float[Array, "o i"]) -> Float[Array, "*T o"]:
     """`x W^T`, accumulated in float32, in the dtype of `x`."""
-    return linear_f32(x, w).astype(x.dtype)
+    return round_to(linear_f32(x, w), x.dtype)
 
 
 def linear_f32(x: Float[Array, "*T i"], w: Float[Array, "o i"]) -> Float[Array, "*T o"]:
     """`x W^T` in float32."""
-    return jnp.einsum("...i,oi->...o", x, w, preferred_element_type=jnp.float32)
+    return contract("...i,oi->...o", x, w)
+
+
+def add(x: Float[Array, "*T d"], y: Float[Array, "*T d"]) -> Float[Array, "*T d"]:
+    """`x + y`, really rounded to their dtype: the residual stream is rounded after every add."""
+    return round_to(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
 
 
 def rms_norm(
@@ -86,4 +92,4 @@ def rms_norm(
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     gain = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
-    return (x32 * scale * gain).astype(x.dtype)
+    return round_to(x32 * scale * gain, x.dtype)

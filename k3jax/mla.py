@@ -14,6 +14,7 @@ from k3jax.config import ModelConfig
 from k3jax.layers import Weights, linear, linear_f32, rms_norm
 from k3jax.step_meta import StepMeta
 from pallas_kernels.mla import mla_decode, mla_prefill, mla_write
+from pallas_kernels.numerics import contract, round_to
 
 
 def mla_attention(
@@ -52,13 +53,8 @@ def mla_attention(
         entry = jnp.concatenate([normed, entry[:, latent:]], axis=1)
     with jax.named_scope("mla/absorb"):
         kv_b_NKC = w["kv_b"].reshape(-1, nope + cfg.v_head_dim, latent)
-        absorbed = jnp.einsum(
-            "tnk,nkc->tnc",
-            q_TNK[..., :nope],
-            kv_b_NKC[:, :nope],
-            preferred_element_type=jnp.float32,
-        )
-        query = jnp.concatenate([absorbed.astype(x.dtype), q_TNK[..., nope:]], axis=-1)
+        absorbed = contract("tnk,nkc->tnc", q_TNK[..., :nope], kv_b_NKC[:, :nope])
+        query = jnp.concatenate([round_to(absorbed, x.dtype), q_TNK[..., nope:]], axis=-1)
     options = {
         "position": position,
         "latent": latent,
@@ -74,9 +70,9 @@ def mla_attention(
                 query, pool, meta.attention_pages, meta.computed, meta.row_offsets, **options
             )
     with jax.named_scope("mla/output"):
-        att = jnp.einsum("tnc,nvc->tnv", z, kv_b_NKC[:, nope:], preferred_element_type=jnp.float32)
-        att = att.astype(x.dtype).reshape(num_tokens, -1)
+        att = contract("tnc,nvc->tnv", z, kv_b_NKC[:, nope:])
+        att = round_to(att, x.dtype).reshape(num_tokens, -1)
         if cfg.mla_output_gate:
             gate = jax.nn.sigmoid(linear_f32(x, w["g"]))
-            att = (att.astype(jnp.float32) * gate).astype(x.dtype)
+            att = round_to(att.astype(jnp.float32) * gate, x.dtype)
         return linear_f32(att, w["o"]), pool

@@ -14,11 +14,12 @@ from jaxtyping import Array, Float, Float32, Int32, UInt16
 from k3jax import kda, mla, moe
 from k3jax.cache_spec import layer_groups
 from k3jax.config import Dtype, ModelConfig
-from k3jax.layers import Declared, linear_f32, rms_norm
+from k3jax.layers import Declared, add, linear_f32, rms_norm
 from k3jax.params import describe
 from k3jax.pool import PoolLayout
 from k3jax.step_meta import StepMeta
 from pallas_kernels.attn_res import attn_res_mix
+from pallas_kernels.numerics import round_to
 from sharding import collectives
 from sharding.axes import ParallelConfig
 
@@ -70,11 +71,11 @@ class K3(nn.Module):
                     bank = [*bank, prefix]
                 x = rms_norm(h, self.norms()["input"][i], cfg.rms_norm_eps)
                 out, pool = self._attention(i, where[i], x, pool, meta, layout)
-                out = collectives.sum_partials(out).astype(x.dtype)
-                prefix = out if starts_block else prefix + out
+                out = round_to(collectives.sum_partials(out), x.dtype)
+                prefix = out if starts_block else add(prefix, out)
                 h = self._mix("mlp_res", i, bank, prefix)
                 x = rms_norm(h, self.norms()["post_attention"][i], cfg.rms_norm_eps)
-                prefix = prefix + self._ffn(i, x, meta)
+                prefix = add(prefix, self._ffn(i, x, meta))
         return self._output_mix(bank, prefix), pool
 
     def logits(self, hidden: Float[Array, "S H"]) -> Float32[Array, "S V"]:

@@ -8,12 +8,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from k3jax.config import ModelConfig
 from k3jax.layers import Weights, linear, linear_f32, rms_norm
 from pallas_kernels.moe import PackedWeight, moe_experts
+from pallas_kernels.numerics import contract, round_to
 from pallas_kernels.router import route
 from pallas_kernels.situ import situ_glu, swiglu
 from sharding.axes import ParallelConfig
@@ -34,7 +34,7 @@ def glu(
     cfg: ModelConfig,
 ) -> Float[Array, "T H"]:
     """Gated feed-forward network on this rank's columns; a float32 partial."""
-    both = jnp.einsum("th,sfh->tsf", x, gate_up, preferred_element_type=jnp.float32).astype(x.dtype)
+    both = round_to(contract("th,sfh->tsf", x, gate_up), x.dtype)
     return linear_f32(activation(cfg)(both[:, 0], both[:, 1]), down)
 
 
@@ -43,9 +43,8 @@ def dense_ffn(
 ) -> Float[Array, "T H"]:
     """The dense feed-forward network of a first layer."""
     with jax.named_scope("dense"):
-        return sum_partials(glu(x, weights["gate_up"][layer], weights["down"][layer], cfg)).astype(
-            x.dtype
-        )
+        partial_out = glu(x, weights["gate_up"][layer], weights["down"][layer], cfg)
+        return round_to(sum_partials(partial_out), x.dtype)
 
 
 def latent_moe(
@@ -72,12 +71,7 @@ def latent_moe(
         name: stack[layer] for name, stack in weights.items() if not name.startswith(("w13", "w2"))
     }
     with jax.named_scope("moe/route"):
-        logits = jnp.einsum(
-            "th,eh->te",
-            x.astype(jnp.float32),
-            w["router"].astype(jnp.float32),
-            precision=lax.Precision.HIGHEST,
-        )
+        logits = contract("th,eh->te", x.astype(jnp.float32), w["router"].astype(jnp.float32))
         ids, mixing = route(
             logits,
             w["router_bias"],
@@ -101,10 +95,10 @@ def latent_moe(
         if cfg.has_latent_norm:
             routed = rms_norm(routed, w["latent_norm"], cfg.rms_norm_eps)
         if cfg.has_latent_moe:
-            routed = linear_f32(routed.astype(x.dtype), w["latent_up"])
+            routed = linear_f32(round_to(routed, x.dtype), w["latent_up"])
     with jax.named_scope("moe/shared"):
         shared = sum_partials(glu(x, w["shared_gate_up"], w["shared_down"], cfg))
-    return (routed + shared).astype(x.dtype)
+    return round_to(routed + shared, x.dtype)
 
 
 def expert_weights(

@@ -185,14 +185,7 @@ def _jit(
     in_specs = (program.param_specs, program.pool_spec, buffer, packed)
     out_specs = (program.pool_spec, buffer, result)
 
-    def precise(*args: Any) -> Any:
-        # float32 means float32: GPUs would otherwise multiply in TF32.
-        with jax.default_matmul_precision("highest" if program.dtype == "float32" else "default"):
-            return step(*args)
-
-    mapped = jax.shard_map(
-        precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     shard = lambda tree: jax.tree.map(  # noqa: E731
         lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )

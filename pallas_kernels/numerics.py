@@ -23,15 +23,19 @@ def contract(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     """Einsum that accumulates in float32 and returns float32.
 
     float32 operands are multiplied in full float32: the default precision of a GPU or TPU would
-      round them first.
+    round them first. A CPU gets bfloat16 operands widened, which changes no product: XLA:CPU
+    cannot run some bfloat16 dots with a float32 result.
     """
-    exact = any(operand.dtype == jnp.float32 for operand in operands)
-    return jnp.einsum(
-        spec,
-        *operands,
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
+    if all(operand.dtype == jnp.float32 for operand in operands):
+        return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
+
+    def widened(*operands: Array) -> Array:
+        return jnp.einsum(spec, *(operand.astype(jnp.float32) for operand in operands))
+
+    def native(*operands: Array) -> Array:
+        return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
+
+    return lax.platform_dependent(*operands, cpu=widened, default=native)
 
 
 def sigmoid_f32(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -22,8 +22,7 @@ def main() -> int:
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="of dense weights; bfloat16 (default) is what is released and also restores as "
-        "float32",
+        help="of dense weights (default: bfloat16, as released; it also restores as float32)",
     )
     parser.add_argument(
         "--mesh",

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 
 from k3jax.config import ConfigError, EngineConfig, ModelConfig, validate
 from serving.engine import Engine
-from serving.options import EXIT_FAILED, EXIT_REFUSED, Options, parse_options
+from serving.options import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    Options,
+    default_cache_dir,
+    parse_options,
+)
 from serving.page_table import empty_table, report
 from serving.rpc.bundle import Bundle, build_bundle
 from serving.rpc.lifecycle import Lifecycle, Served
@@ -85,7 +91,7 @@ def prepare(options: Options) -> Setup:
         sizes = parse_mesh(options.mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    cache_dir = options.cache_dir or _default_cache_dir()
+    cache_dir = options.cache_dir or default_cache_dir()
     _choose_compile_cache(options.compile_cache, cache_dir)
     from k3jax.weights import ensure_embedded, read_model_config
 
@@ -198,11 +204,6 @@ async def _serve(setup: Setup) -> None:
         say(f"ready {address} model={setup.info.name} mesh={options.mesh} startup={seconds:.1f}s")
 
     await server.run(lambda on_failure: start_model(setup, on_failure), on_ready=on_ready)
-
-
-def _default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "k3jax"
 
 
 def _choose_compile_cache(folder: Path | None, cache_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import math
 import re
 import sys
@@ -275,3 +276,9 @@ def _bytes(text: str) -> int:
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a size such as 512M or 64GiB")
     return int(match[1]) * _UNITS[match[2]]
+
+
+def default_cache_dir() -> Path:
+    """Folder for the embedded model and compiled steps when no option names one."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "k3jax"

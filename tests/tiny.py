@@ -1,5 +1,4 @@
-"""Tiny models for tests: configurations, checkpoints in the released layout, random parameter
-trees.
+"""Tiny models for tests: configurations, checkpoints in the released layout, random trees.
 
 Sizes are unequal everywhere, so that a transposed or swapped dim cannot cancel out. All of them
 divide by 2 and 4.
@@ -114,8 +113,10 @@ def write_tiny_checkpoint(
 def random_params(
     cfg: ModelConfig, *, dtype: Dtype = "float32", seed: int = 0
 ) -> dict[str, dict[str, jax.Array]]:
-    """A random tree of `describe(cfg)` on the default device: what a load of the checkpoint of that
-    seed yields."""
+    """A random tree of `describe(cfg)` on the default device.
+
+    It is what a load of `write_tiny_checkpoint` with the same seed yields, made without `load`.
+    """
     stored = dict(synthetic.random_tensors(cfg, seed=seed))
     tree = {
         module: {name: _assemble(spec, stored, cfg, dtype) for name, spec in params.items()}

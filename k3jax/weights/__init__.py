@@ -1,15 +1,15 @@
 """Weights: from a released checkpoint to the described tree on a mesh, and to a converted one.
 
 `folder` finds the files, `names` binds their tensors to the described sources, `plan` cuts the tree
-into pieces, `fill` reads a piece, `load` streams pieces to the devices, `journal` keeps them for a
-restart, `converted` writes and restores Orbax checkpoints. `synthetic` and `embedded` generate
+into pieces, `fill` reads a piece, `loader` streams pieces to the devices, `journal` keeps them for
+a restart, `converted` writes and restores Orbax checkpoints. `synthetic` and `embedded` generate
 checkpoints.
 """
 
 from k3jax.weights.embedded import ensure_embedded
 from k3jax.weights.errors import Problem, WeightError
 from k3jax.weights.folder import read_model_config
-from k3jax.weights.load import load, load_params
+from k3jax.weights.loader import load, load_params
 from k3jax.weights.progress import Progress, progress_bar
 
 __all__ = [

@@ -1,8 +1,7 @@
 """Converted checkpoints: the described tree as an Orbax checkpoint, restored onto any mesh.
 
-Folder: `config.json` and the tokenizer's files as released, `weights/` written by Orbax without
-compression, and a manifest that is written last, so that an interrupted conversion is not taken for
-a checkpoint.
+The folder holds `config.json` and the tokenizer's files as released, `weights/` written by Orbax,
+and a manifest that is written last: an interrupted conversion is not taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from k3jax.config import ConfigError, Dtype, ModelConfig
-from k3jax.weights.errors import Problem, WeightError, raise_if_any
+from k3jax.weights.errors import Problem, raise_if_any, refusal
 from k3jax.weights.folder import CONVERTED_FORMAT, MANIFEST_FILE, Manifest, read_manifest
 from k3jax.weights.plan import Leaf, Params
 
@@ -89,14 +88,9 @@ def restore(model_dir: Path, leaves: tuple[Leaf, ...]) -> Params:
     try:
         stored = v1.metadata(folder).metadata
     except (OSError, ValueError, KeyError) as error:
-        raise WeightError(
-            Problem(
-                kind="converted",
-                file=str(folder),
-                message=f"{folder} is no Orbax checkpoint: {type(error).__name__}: {error}; "
-                f"convert again",
-            )
-        ) from error
+        got = f"{type(error).__name__}: {error}"
+        message = f"{folder} is no Orbax checkpoint: got {got}; convert the checkpoint again"
+        raise refusal("converted", message, folder) from error
     raise_if_any(_problems(folder, stored, leaves, manifest))
     target: dict[str, dict[str, jax.ShapeDtypeStruct]] = {leaf.module: {} for leaf in leaves}
     for leaf in leaves:
@@ -119,28 +113,22 @@ def _problems(
         for module, params in stored.items()
         for name, array in params.items()
     }
-    problems = []
+    problems: list[Problem] = []
 
     def refuse(tensor: str, what: str) -> None:
         message = f"leaf {tensor} in {folder} {what}"
-        problems.append(Problem(kind="converted", file=str(folder), tensor=tensor, message=message))
+        problems.append(Problem("converted", message, folder, tensor))
 
     for leaf in leaves:
-        array = left.pop(leaf.label, None)
+        array, want = left.pop(leaf.label, None), leaf.spec.shape
         if array is None:
-            refuse(leaf.label, f"is missing: expected {leaf.dtype} {list(leaf.spec.shape)}")
-        elif tuple(array.shape) != leaf.spec.shape:
-            refuse(
-                leaf.label,
-                f"has the wrong shape: got {list(array.shape)}; expected {list(leaf.spec.shape)}",
-            )
-        elif (array.dtype, leaf.dtype) not in ((leaf.dtype, leaf.dtype), _LOSSLESS_CAST):
-            refuse(
-                leaf.label,
-                f"has the wrong dtype: got {array.dtype} (converted for {manifest.dtype}); "
-                f"expected "
-                f"{leaf.dtype}, or one that converts to it without loss",
-            )
+            refuse(leaf.label, f"is missing: expected {leaf.dtype} {list(want)}")
+        elif tuple(array.shape) != want:
+            got = list(array.shape)
+            refuse(leaf.label, f"has the wrong shape: got {got}; expected {list(want)}")
+        elif array.dtype != leaf.dtype and (array.dtype, leaf.dtype) != _LOSSLESS_CAST:
+            got = f"got {array.dtype} (converted for {manifest.dtype})"
+            refuse(leaf.label, f"would lose precision: {got}; expected {leaf.dtype}")
     for label in left:
         refuse(label, "is not a parameter of this model; the configuration does not belong to it")
     return problems
@@ -154,8 +142,7 @@ def _orbax() -> Any:
 
 
 def _context(v1: Any) -> Any:
-    """No compression: bf16 weights hardly shrink, and it costs four times the time (multihost.md
-    section 4)."""
+    """Without compression: with it, saving takes four times as long (multihost.md section 4)."""
     context = v1.Context()
     context.array.saving.use_compression = False
     context.memory.read_concurrent_bytes = _CONCURRENT_BYTES

@@ -1,9 +1,8 @@
-"""The embedded model: a small K3-shaped checkpoint of our own in the released layout, with a byte
-tokenizer.
+"""The embedded model: a small K3-shaped checkpoint of our own, in the released layout.
 
 It is generated into a cache folder at first use, the same everywhere, and has what K3 has: MXFP4
 experts, a dense first layer, KDA and MLA layers with an adjacent MLA pair at the end, two
-attention-residual blocks, `A_log` with its zero padding, and the reserved ids behind the ranks.
+attention-residual blocks, `A_log` with its zero padding, a byte tokenizer with the reserved ids.
 Heads, experts, widths and vocabulary divide by 8.
 """
 
@@ -51,12 +50,10 @@ CONTROL_TOKENS: Mapping[int, str] = {
 
 
 def ensure_embedded(cache_dir: Path) -> Path:
-    """Return the folder of the embedded model, generating it if it is missing, damaged or of
-    another version.
+    """Return the folder of the embedded model; generate it if it is missing, damaged or old.
 
     Several processes may do so at once: one generates, the others wait for it. An interrupted start
-      leaves nothing
-    that would be taken for a model.
+    leaves nothing that would be taken for a model.
 
     Args:
       cache_dir: created if it does not exist.
@@ -153,8 +150,7 @@ def embedded_config() -> dict[str, Any]:
 
 
 def mxfp4_quantization_config() -> dict[str, Any]:
-    """As released, with its `ignore` list that omits three bf16 tensors (k3-model.md section
-    3.4)."""
+    """As released: the `ignore` list omits three bf16 tensors (k3-model.md section 3.4)."""
     return {
         "quant_method": "compressed-tensors",
         "format": "mxfp4-pack-quantized",
@@ -214,8 +210,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """Of the configuration and the seed: a change of either regenerates, even if the version was
-    forgotten."""
+    """Of what the model is made from: a change regenerates it, even if the version is forgotten."""
     text = json.dumps([embedded_config(), SEED, dict(CONTROL_TOKENS)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -22,10 +22,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from k3jax.weights.errors import Problem, WeightError
+from k3jax.weights.errors import refusal
 from k3jax.weights.folder import checkpoint_files
 from k3jax.weights.plan import Piece
-from k3jax.weights.safetensors_file import read_exactly
+from k3jax.weights.safetensors_file import byte_view, read_exactly
 
 # Raised whenever the meaning of the cached bytes changes.
 FORMAT = 1
@@ -42,10 +42,10 @@ class Record:
 
 
 class PieceCache:
-    """The files of one load. Pieces are stored and fetched by reader threads, and committed by one
-    thread.
+    """The files of one load.
 
-    Invariant: the journal names a piece only if its bytes were on disk before.
+    Reader threads fetch and store pieces, one thread commits them. Invariant: the journal names a
+    piece only if its bytes were on disk before.
     """
 
     def __init__(self, folder: Path, key: str, pieces: tuple[Piece, ...]):
@@ -94,7 +94,7 @@ class PieceCache:
         blocks = tuple(np.empty(piece.shape, piece.leaf.dtype) for _ in piece.leaf.shard_starts)
         offset, crc32 = record.offset, 0
         for block in blocks:
-            view = _bytes(block)
+            view = byte_view(block)
             if not read_exactly(self._data, view, offset):
                 return None
             crc32 = zlib.crc32(view, crc32)
@@ -105,7 +105,7 @@ class PieceCache:
         """Bring the blocks of a piece to disk."""
         offset, crc32 = piece.offset, 0
         for block in blocks:
-            view = _bytes(block)
+            view = byte_view(block)
             _write_exactly(self._data, view, offset)
             crc32 = zlib.crc32(view, crc32)
             offset += len(view)
@@ -123,29 +123,23 @@ class PieceCache:
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise WeightError(
-                Problem(
-                    kind="cache",
-                    file=str(folder),
-                    message=f"weight cache is in use: got a lock by another process on {folder}; "
-                    f"expected one load "
-                    "at a time; wait for it or choose another folder",
-                )
+            raise refusal(
+                "cache",
+                f"weight cache is in use: {folder} is locked by another load; "
+                "wait for it or choose another folder",
+                folder,
             ) from None
 
     def _reserve(self, folder: Path, num_bytes: int) -> None:
         """Give the data file its full size; it stays sparse until pieces are stored."""
-        present = os.fstat(self._data).st_blocks * 512
+        needed = num_bytes - os.fstat(self._data).st_blocks * 512
         free = shutil.disk_usage(folder).free
-        if num_bytes - present > free:
-            raise WeightError(
-                Problem(
-                    kind="cache",
-                    file=str(folder),
-                    message=f"weight cache does not fit on the disk of {folder}: got {free} bytes "
-                    f"free; expected "
-                    f"{num_bytes - present}; choose another folder or load without a cache",
-                )
+        if needed > free:
+            raise refusal(
+                "cache",
+                f"weight cache does not fit on the disk of {folder}: got {free} bytes free; "
+                f"expected {needed}; choose another folder or load without a cache",
+                folder,
             )
         if os.fstat(self._data).st_size != num_bytes:
             os.ftruncate(self._data, 0)
@@ -174,8 +168,7 @@ class PieceCache:
 
 
 def cache_key(model_dir: Path, pieces: tuple[Piece, ...]) -> str:
-    """Identify the bytes of a cache: the checkpoint's files, and how they are cut, converted and
-    placed.
+    """Identify the bytes of a cache: the checkpoint's files, how they are cut and where they go.
 
     Raises:
       WeightError: a file of the checkpoint is missing.
@@ -185,13 +178,8 @@ def cache_key(model_dir: Path, pieces: tuple[Piece, ...]) -> str:
         try:
             status = file.stat()
         except OSError as error:
-            raise WeightError(
-                Problem(
-                    kind="missing_file",
-                    file=file.name,
-                    message=f"{file} cannot be read: got {error.strerror}; the checkpoint needs it",
-                )
-            ) from None
+            message = f"{file} cannot be read: got {error.strerror}; the checkpoint needs it"
+            raise refusal("missing_file", message, file) from None
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
         if file.suffix == ".json":
             digest.update(file.read_bytes())
@@ -213,15 +201,8 @@ def _parse(line: str, pieces: tuple[Piece, ...]) -> Record | None:
         piece = pieces[record.piece]
     except (ValueError, TypeError, IndexError):
         return None
-    fits = record.piece >= 0 and (record.offset, record.num_bytes) == (
-        piece.offset,
-        piece.num_bytes,
-    )
-    return record if fits else None
-
-
-def _bytes(block: np.ndarray) -> memoryview:
-    return memoryview(block.reshape(-1).view(np.uint8))
+    got = (record.piece, record.offset, record.num_bytes)
+    return record if got == (piece.index, piece.offset, piece.num_bytes) else None
 
 
 def _read_all(descriptor: int) -> bytes:

@@ -87,7 +87,9 @@ def bind(tensors: Mapping[str, TensorEntry], cfg: ModelConfig, dtype: Dtype) -> 
     }
     # What was bound has been taken out of `by_name`.
     for entry in (*unknown, *by_name.values()):
-        message = f"tensor {entry.name} in {entry.file} is not a part of this model; {_WRONG_CONFIG}"
+        message = (
+            f"tensor {entry.name} in {entry.file} is not a part of this model; {_WRONG_CONFIG}"
+        )
         problems.append(Problem("unknown_tensor", message, entry.file, entry.name))
     raise_if_any(problems)
     return bound

@@ -5,8 +5,7 @@ so the same box exists on every device: one piece fills that box on all of them,
 part of the checkpoint. A small leaf is one piece; a large one is cut along its stack, then its
 experts, then the rows of a tensor.
 
-The plan depends on the configuration and the shardings only, so that a later process finds the same
-pieces.
+The plan depends on the configuration and the shardings only: a later process finds the same pieces.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _NUMPY: Mapping[str, np.dtype] = {
 }
 _MIN_FLIGHT_BYTES = 64 << 20
 _MAX_FLIGHT_BYTES = 512 << 20
-# A piece may need its stored and its converted form at once, and four readers work at the same
-# time.
+# A piece may need its stored and its converted form at once, and four readers work in parallel.
 _PIECES_IN_FLIGHT = 8
 
 
@@ -105,8 +103,7 @@ def plan_leaves(cfg: ModelConfig, shardings: Shardings, dtype: Dtype) -> tuple[L
     """Describe where every leaf lies.
 
     Raises:
-      ConfigError: a leaf has no sharding, one that does not divide it, or one that splits a stack
-        of layers.
+      ConfigError: a leaf has no sharding, or one that does not divide it or splits a wrong axis.
     """
     leaves: list[Leaf] = []
     problems: list[str] = []
@@ -127,8 +124,7 @@ def plan_leaves(cfg: ModelConfig, shardings: Shardings, dtype: Dtype) -> tuple[L
 
 
 def flight_bytes(leaves: tuple[Leaf, ...]) -> int:
-    """Host memory that pieces in flight may take: at most twice the largest tensor of a
-    checkpoint."""
+    """Host memory for pieces in flight: at most twice the largest tensor, and not below 64 MiB."""
     largest = max(
         math.prod(leaf.spec.shape[num_leading_dims(leaf.spec) :]) * leaf.dtype.itemsize
         for leaf in leaves
@@ -137,8 +133,10 @@ def flight_bytes(leaves: tuple[Leaf, ...]) -> int:
 
 
 def cut(leaves: tuple[Leaf, ...], *, max_flight_bytes: int) -> tuple[Piece, ...]:
-    """Cut all leaves into pieces of at most an eighth of `max_flight_bytes`, in the order of the
-    tree."""
+    """Cut all leaves, in the order of the tree, into pieces of an eighth of `max_flight_bytes`.
+
+    A piece may be larger only if a single row of its tensor is.
+    """
     pieces: list[Piece] = []
     offset = 0
     for leaf in leaves:
@@ -167,9 +165,7 @@ def _plan_leaf(
     split = [axis for axis, size in enumerate(spec.shape) if local_shape[axis] != size]
     unnamed = [axis for axis in split if spec.axes[axis] is None]
     if unnamed:
-        raise ValueError(
-            f"got {sharding.spec}, which splits axis {unnamed[0]}; expected splits of {spec.axes}"
-        )
+        raise ValueError(f"got {sharding.spec}; expected splits of {spec.axes} only")
     starts = {
         tuple(part.start or 0 for part in index): None
         for index in sharding.addressable_devices_indices_map(spec.shape).values()
@@ -187,14 +183,17 @@ def _plan_leaf(
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a shape into boxes of at most `limit` elements, in C order; the last axis is never
-    cut."""
-    inner = math.prod(shape[1:])
-    count = min(shape[0], max(1, limit // inner)) if len(shape) > 1 else shape[0]
-    for first in range(0, shape[0], count):
-        size = min(count, shape[0] - first)
-        if inner <= limit or len(shape) == 1:
-            yield (first, *(0 for _ in shape[1:])), (size, *shape[1:])
-        else:
-            for start, inner_shape in _boxes(shape[1:], limit):
-                yield (first, *start), (1, *inner_shape)
+    """Cut a shape into boxes (start, shape) of at most `limit` elements, in C order.
+
+    The last axis is cut only if it is the only one.
+    """
+    size, *rest = shape
+    inner = math.prod(rest)
+    if inner > limit and len(rest) > 1:
+        for at in range(size):
+            for start, box in _boxes(tuple(rest), limit):
+                yield (at, *start), (1, *box)
+        return
+    step = max(1, limit // inner)
+    for at in range(0, size, step):
+        yield (at, *(0 for _ in rest)), (min(step, size - at), *rest)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
-def read_ahead(
+def read_ahead[Item, Result](
     items: Iterable[Item],
     produce: Callable[[Item], Result],
     *,
     cost: Callable[[Item], int],
     max_cost: int,
     threads: int,
-) -> Iterator[tuple[Item, Result]]:
+) -> Generator[tuple[Item, Result]]:
     """Yield `(item, produce(item))` in order, while later items are produced in threads.
 
     An item counts from its start until the consumer asks for the next one. The costs of all such
     items stay within `max_cost`; an item that costs more on its own is produced alone. If an item
-    fails, or the consumer stops, nothing new is started.
+    fails, or the consumer closes the generator, nothing new is started, and no thread is left.
     """
     pending: collections.deque[tuple[Item, Future[Result]]] = collections.deque()
     in_flight = 0

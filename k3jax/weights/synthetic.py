@@ -34,8 +34,7 @@ def write_checkpoint(
 
     Args:
       folder: an existing folder.
-      config: as a released `config.json`; with a `quantization_config`, the experts are written
-        packed.
+      config: as a released `config.json`; with a `quantization_config`, experts are packed.
 
     Returns:
       The configuration, read back.
@@ -64,8 +63,7 @@ def write_shards(
 
 
 def random_tensors(cfg: ModelConfig, *, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of a released checkpoint: stored name, and array of the stored shape and
-    dtype."""
+    """Every tensor of a released checkpoint: name, and array, as they are stored."""
     for params in describe(cfg).values():
         for spec in params.values():
             for source in spec.sources:
@@ -118,8 +116,8 @@ def _stored(cfg: ModelConfig, spec: ParamSpec, source: Source, name: str, seed: 
 
 def _unpacked(cfg: ModelConfig, name: str) -> tuple[int, int]:
     """`[out, in]` of a routed expert's matrix."""
-    shape = (cfg.moe_intermediate_size, cfg.latent_size)
-    return shape[::-1] if ".w2." in name else shape
+    ff, latent = cfg.moe_intermediate_size, cfg.latent_size
+    return (latent, ff) if ".w2." in name else (ff, latent)
 
 
 def _bits(name: str, count: int, *, seed: int) -> Float32[np.ndarray, " count"]:

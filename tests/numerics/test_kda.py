@@ -213,6 +213,30 @@ def test_padding_of_any_content_has_no_effect(implementation):  # KF-K06
 
 
 @each_implementation(KDA_PREFILL)
+def test_an_empty_last_row_keeps_every_bit_of_its_state(implementation):
+    inputs, rows = _inputs(64, 2), offsets((40, 0))
+    odd = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan, -0.0], jnp.float32)
+    inputs |= {"state": inputs["state"].at[1, 0, 0, :4].set(odd)}
+    _, state = prefill(*inputs.values(), rows, lower_bound=-5.0, implementation=implementation)
+    np.testing.assert_array_equal(state[1].view(jnp.uint32), inputs["state"][1].view(jnp.uint32))
+    assert np.isfinite(state[0]).all()
+
+
+@each_implementation(KDA_PREFILL)
+def test_small_queries_and_keys_show_that_epsilon_joins_the_sum_of_squares(implementation):
+    inputs = _inputs(40)
+    inputs |= {"q": inputs["q"] * 3e-4, "k": inputs["k"] * 3e-4}
+    rows, settings = offsets((40,)), {"lower_bound": -5.0, "implementation": implementation}
+    for have, want in zip(
+        prefill(*inputs.values(), rows, **settings), _float64(inputs, -5.0), strict=True
+    ):
+        assert relative_error(have, want) < CHUNKED_F32
+    step = _tokens(inputs, slice(1))
+    for have, want in zip(decode(*step.values(), **settings), _float64(step, -5.0), strict=True):
+        assert relative_error(have, want) < F32
+
+
+@each_implementation(KDA_PREFILL)
 def test_a_row_with_nan_leaves_the_other_rows_alone(implementation):
     inputs, rows = _inputs(130, 2), offsets((65, 65))
     settings = {"lower_bound": -5.0, "implementation": implementation}
@@ -272,7 +296,7 @@ def test_bfloat16_inputs_keep_state_and_arithmetic_in_float32(implementation):
     assert (o.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
     assert relative_error(o, want_o) < BF16 / 2
     assert relative_error(state, want_state) < CHUNKED_F32
-    step = {**_tokens(inputs, slice(1))}
+    step = _tokens(inputs, slice(1))
     o, state = decode(*step.values(), lower_bound=-5.0, implementation=implementation)
     assert (o.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
 

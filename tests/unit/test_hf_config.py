@@ -1,5 +1,7 @@
-"""Reading of released configurations: what is understood, and what is refused by name (k3-model.md
-sections 3.4, 9)."""
+"""Released configurations: what is understood, and what is refused by name.
+
+Trap numbers are those of k3-model.md sections 3.4 and 9.
+"""
 
 import copy
 import json

@@ -1,5 +1,4 @@
-"""The description of the parameters: K3's published totals, and sources that cover every leaf
-exactly once."""
+"""The described parameters: K3's published totals, sources that cover every leaf exactly once."""
 
 import json
 import math

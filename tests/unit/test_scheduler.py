@@ -116,16 +116,16 @@ def test_buckets_too_narrow_for_the_longest_request_are_refused():
     ("request_", "message"),
     [
         (fake_request(prompt=()), "prompt is empty: got 0 tokens; expected at least 1"),
-        (fake_request(prompt=(1, 97)), r"prompt\[1\] is not in the vocabulary: got 97; expected 0..96"),
+        (fake_request(prompt=(1, 97)), r"prompt\[1\] is not in the vocabulary: got 97; .* 0..96"),
         (fake_request(prompt=(-1,)), r"prompt\[0\] is not in the vocabulary: got -1"),
-        (fake_request(stop_token_ids=(3, 97)), r"stop_token_ids\[1\] is not in the vocabulary: got 97"),
+        (fake_request(stop_token_ids=(3, 97)), r"stop_token_ids\[1\] is not in the vocabulary"),
         (fake_request(prompt=(1,) * 64), "prompt is too long: got 64 tokens; expected at most 63"),
         (
             fake_request(prompt=(1,) * 60, max_tokens=5),
             r"exceed the context: got 60 \+ 5 = 65; expected at most 64; lower max_tokens to 4",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_request_that_can_never_be_served_is_refused(request_: Request, message: str):
     with pytest.raises(RequestError, match=message) as raised:
         scheduler.check_request(request_, fake_limits(fake_geometry()))
@@ -305,7 +305,7 @@ def test_prefill_and_decode_alternate_while_both_have_work():
     driver.step()
     driver.submit(fake_request("b", range(16), max_tokens=2))
     driver.finish(lookahead=0)
-    assert plan_kinds(driver) == ["prefill", "decode"] * 5 + ["decode"][:0]
+    assert plan_kinds(driver) == ["prefill", "decode"] * 5
 
 
 def test_a_running_request_keeps_its_slot_and_slots_are_reused():
@@ -323,7 +323,9 @@ def test_a_running_request_keeps_its_slot_and_slots_are_reused():
 
 def test_eight_requests_give_the_tokens_of_their_solo_runs():
     driver = make_driver(max_rows=4, max_prefill_rows=2)
-    requests = [fake_request(name, range(3 + i), max_tokens=9, seed=i) for i, name in enumerate("abcdefgh")]  # fmt: skip  # noqa: E501
+    requests = [
+        fake_request(name, range(3 + i), max_tokens=9, seed=i) for i, name in enumerate("abcdefgh")
+    ]
     for request in requests:
         driver.submit(request)
     driver.finish()
@@ -338,7 +340,7 @@ def test_the_smallest_bucket_that_holds_the_step_is_used():
     driver.step()
     plan = driver.plan()
     assert plan is not None
-    assert plan.bucket == Bucket("decode", 1, 1, 1)
+    assert plan.bucket == min(b for b in driver.limits.buckets if b.kind == "decode")
 
 
 # ---- one step ahead -------------------------------------------------------------------------
@@ -548,9 +550,9 @@ def test_a_preempted_request_goes_before_those_that_wait():
 
 def test_the_youngest_request_waits_for_a_page_that_an_older_one_has():
     driver = make_driver(page_tokens=4, num_state_pages=1, num_pages=1 + 5, max_prefill_rows=1)
-    driver.submit(fake_request("a", (1, 2, 3, 4), max_tokens=5))
-    driver.submit(fake_request("b", (1, 2, 3, 4), max_tokens=5))
-    requests = [fake_request("a", (1, 2, 3, 4), max_tokens=5), fake_request("b", (1, 2, 3, 4), max_tokens=5)]  # fmt: skip  # noqa: E501
+    requests = [fake_request(name, (1, 2, 3, 4), max_tokens=5) for name in "ab"]
+    for request in requests:
+        driver.submit(request)
     driver.finish()
     assert driver.state.num_preemptions == 0
     for request in requests:

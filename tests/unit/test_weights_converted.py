@@ -1,5 +1,4 @@
-"""Converted checkpoints: restored bit for bit onto other meshes, complete folders, clear
-refusals."""
+"""Converted checkpoints: bit for bit on any mesh, whole folders, clear refusals."""
 
 import json
 import os
@@ -122,7 +121,7 @@ def test_an_interrupted_conversion_is_no_checkpoint(folder: Path):
 @pytest.mark.parametrize("manifest", [{"format": 0}, {}, {"format": 1, "more": 2}])
 def test_a_conversion_by_another_version_is_refused(folder: Path, manifest: dict):
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
-    with pytest.raises(WeightError, match="of another version.*convert the checkpoint again"):
+    with pytest.raises(WeightError, match=r"of another version.*convert the checkpoint again"):
         read_model_config(folder)
 
 

@@ -1,5 +1,4 @@
-"""The embedded model: the same everywhere, whole, in the released layout, and safe to make twice at
-once."""
+"""The embedded model: the same everywhere, in the released layout, safe to make twice at once."""
 
 import base64
 import json

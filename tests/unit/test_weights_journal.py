@@ -1,5 +1,4 @@
-"""The cache of converted pieces: a killed load resumes, a complete cache is enough, damage is
-repaired."""
+"""The cache of pieces: a killed load resumes, a whole cache is enough, damage is repaired."""
 
 import json
 import os
@@ -249,5 +248,5 @@ def test_a_disk_without_room_is_refused_before_loading(
 ):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(WeightError, match="does not fit on the disk.*got 1000 bytes free"):
+    with pytest.raises(WeightError, match=r"does not fit on the disk.*got 1000 bytes free"):
         load_cached(model, tmp_path)

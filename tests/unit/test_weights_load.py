@@ -1,10 +1,10 @@
-"""Loading: every value in its place, on every mesh, whatever the pieces, within the memory
-bound."""
+"""Loading: every value in its place, on every mesh, in any pieces, within the memory bound."""
 
 import dataclasses
 import json
 import math
 import shutil
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -351,3 +351,22 @@ def test_a_failing_read_ends_the_load(intact: Path, monkeypatch: pytest.MonkeyPa
         load(intact, cfg, one_device_shardings(cfg))
     monkeypatch.undo()
     load_whole(intact)
+
+
+def test_a_failing_device_ends_the_readers_before_their_files_are_closed(
+    intact: Path, monkeypatch: pytest.MonkeyPatch
+):
+    readers: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("device is gone")
+
+    def note_readers(*_: object) -> None:
+        readers.extend(t.name for t in threading.enumerate() if t.name.startswith("weights"))
+
+    monkeypatch.setattr("k3jax.weights.loader.write", fail)
+    monkeypatch.setattr(CheckpointReader, "__exit__", note_readers)
+    cfg = read_model_config(intact)
+    with pytest.raises(RuntimeError, match="device is gone"):
+        load(intact, cfg, one_device_shardings(cfg))
+    assert readers == []

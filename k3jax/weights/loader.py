@@ -100,6 +100,8 @@ def load(
             max_cost=budget,
             threads=threads,
         )
+        # Closed before the files are: no thread may be left that uses their descriptors.
+        stack.enter_context(contextlib.closing(stream))
         for piece, (block, record) in stream:
             write(params, piece, block)
             del block
