@@ -135,6 +135,8 @@ def fetch_tokenizer(stub: Stub) -> Tokenizer:
 def explain(error: grpc.RpcError, address: str) -> str:
     """One line about a failed call."""
     code, details = error.code(), " ".join(error.details().split())
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"the answer took longer than --timeout allows ({details})"
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details:
         return f"no server answers at {address}; start one with `make serve`"
     return f"{code.name}: {details}"

@@ -1,7 +1,7 @@
 """The server program: start-up in order, its report, its exit codes.
 
-Here the parts are put together, and only here the environment is read. What imports jax is imported
-late, so that `--help` and a mistake in the options answer at once.
+Here the parts are put together. What imports jax is imported late, so that `--help` and a mistake
+in the options answer at once, and the environment is set before.
 """
 
 from __future__ import annotations

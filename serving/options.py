@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -41,12 +41,13 @@ def load_golden(
 def program_of(
     cfg: ModelConfig, *, page_tokens: int, num_pages: int, tp: int = 1, dtype: Dtype = "float32",
     max_rows: int = 4,
+    experts: Literal["ep", "tp"] = "ep",
 ) -> Program:  # fmt: skip
     """What to compile for a small pool."""
     spec = cache_spec(cfg, tp=tp, dtype=dtype)
     cache = CacheConfig(page_tokens=page_tokens, num_pages=num_pages)
     layout = pool_layout(cfg, cache, spec, tp=tp, dtype=dtype)
-    parallel = ParallelConfig(tp=tp)
+    parallel = ParallelConfig(tp=tp, experts=experts)
     return Program(cfg=cfg, parallel=parallel, layout=layout, dtype=dtype, max_rows=max_rows)
 
 

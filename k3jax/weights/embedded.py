@@ -19,14 +19,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from k3jax.config import ModelConfig
 from k3jax.weights import synthetic
+from k3jax.weights.names import released_name
 
 NUM_RANKS = 256
 NUM_RESERVED = 256
 SEED = 20260303
 
 # Raised whenever the generator changes what it writes.
-_VERSION = 1
+_VERSION = 2
 _STAMP = "embedded.json"
 
 # Offset behind the ranks -> control token (k3-model.md section 8).
@@ -75,7 +79,12 @@ def ensure_embedded(cache_dir: Path) -> Path:
 
 def write_embedded(folder: Path) -> None:
     """Write the model, its tokenizer and the stamp that lists every file."""
-    synthetic.write_checkpoint(folder, embedded_config(), seed=SEED)
+    config = embedded_config()
+    cfg = ModelConfig.from_hf(config)
+    tensors = dict(synthetic.random_tensors(cfg, seed=SEED))
+    head = released_name("lm_head.weight", cfg)
+    tensors[head] = _readable_head(tensors[head])
+    synthetic.write_tensors(folder, config, tensors)
     _write_tokenizer(folder)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     _write_json(folder / _STAMP, {"version": _VERSION, "config": _fingerprint(), "files": files})
@@ -166,6 +175,17 @@ def mxfp4_quantization_config() -> dict[str, Any]:
         },
         "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\..*", "re:.*lm_head.*"],
     }
+
+
+def _readable_head(head_VH: np.ndarray) -> np.ndarray:
+    """Favour printable characters and the end of the message, so that one can read and stop.
+
+    The factors are powers of two, hence exact.
+    """
+    favoured = [*range(ord(" "), ord("~") + 1), ord("\n"), NUM_RANKS + 2]
+    gain_V1 = np.full((head_VH.shape[0], 1), 0.25, head_VH.dtype)
+    gain_V1[favoured] = 2
+    return head_VH * gain_V1
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -40,9 +40,20 @@ def write_checkpoint(
       The configuration, read back.
     """
     cfg = ModelConfig.from_hf(config)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    write_shards(folder, dict(random_tensors(cfg, seed=seed)), num_shards=num_shards)
+    write_tensors(folder, config, dict(random_tensors(cfg, seed=seed)), num_shards=num_shards)
     return cfg
+
+
+def write_tensors(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    num_shards: int = 2,
+) -> None:
+    """Write `config.json` and given tensors."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_shards(folder, tensors, num_shards=num_shards)
 
 
 def write_shards(

@@ -101,11 +101,16 @@ class EngineService(protocol.Servicer):
         served = self._lifecycle.require_served()
         convert.check_fields(request)
         request_id = request.request_id or uuid.uuid4().hex
-        with self._open(served, request_id) as call:
-            parsed = await self._parse(served, request_id, request)
-            await self._submit(served, call, parsed)
-            # Headers go out with the first message: whatever is refused is refused before it.
-            output = await _forward(call.stream, context, is_streamed=request.stream)
+        try:
+            with self._open(served, request_id) as call:
+                parsed = await self._parse(served, request_id, request)
+                await self._submit(served, call, parsed)
+                # Headers go out with the first message: what is refused is refused before it.
+                output = await _forward(call.stream, context, is_streamed=request.stream)
+        except asyncio.CancelledError:
+            seconds = time.monotonic() - begin
+            log_event("request_cancelled", request_id=request_id, seconds=seconds)
+            raise
         log_event(
             "request",
             request_id=request_id,

@@ -69,10 +69,9 @@ def _plan_decode(state: SchedulerState, paused: Set[str]) -> tuple[SchedulerStat
     effects: list[Effect] = []
     page_tokens = state.table.geometry.page_tokens
     ends = planned_ends(state)
-    for request_id in tuple(state.running):
-        row = state.running.get(request_id)  # an older row may have preempted it just now
-        if row is None or request_id in paused:
-            continue
+    for request_id, row in state.running.items():
+        if request_id in paused or request_id not in state.running:
+            continue  # the latter: an older row has just preempted it
         start = ends.get(request_id, row.computed)
         if start < row.prefill_end or start >= row.request.max_cached_tokens:
             continue
@@ -96,12 +95,13 @@ def _plan_prefill(
     effects: list[Effect] = []
     budget = limits.max_prefill_tokens
     ends = planned_ends(state)
-    for request_id in tuple(state.running):
+    for request_id, row in state.running.items():
+        if row.computed >= row.prefill_end or request_id in paused:
+            continue
+        if request_id not in state.running:
+            continue  # an older row has just preempted it
         if len(rows) == limits.max_prefill_rows:
             break
-        row = state.running.get(request_id)  # an older row may have preempted it just now
-        if row is None or request_id in paused or row.computed >= row.prefill_end:
-            continue
         start = ends.get(request_id, row.computed)
         if start >= row.prefill_end:
             continue
