@@ -69,7 +69,8 @@ def choose(table: tuple[Bucket, ...], kind: Kind, *, tokens: int, rows: int, pag
     ]
     if not fitting:
         raise ConfigError(
-            f"no {kind} bucket is large enough: got {tokens} tokens, {rows} rows, {pages} pages; expected at most "
+            f"no {kind} bucket is large enough: got {tokens} tokens, {rows} rows, {pages} pages; "
+            "expected at most "
             f"{max((b for b in table if b.kind == kind), default=None)}"
         )
     return min(fitting, key=lambda b: (b.tokens, b.rows, b.pages))

@@ -1,8 +1,8 @@
-"""What the model caches: layer groups, and bytes per token and per state (cache-semantics.md
-sections 1 and 2).
+"""What the model caches: layer groups, bytes of a token and of a state.
 
-Host values only. Layers of one group share a page table; every group uses the same `num_positions`
-layer positions of the pool, so a page number means the same bytes in each of them.
+Host values only; see cache-semantics.md sections 1 and 2. Layers of one group share a page table;
+every group uses the same `num_positions` layer positions of the pool, so a page number means the
+same bytes in each of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 
 from k3jax.config import DTYPE_BYTES, Dtype, ModelConfig
 
+GroupKind = Literal["attention", "recurrent"]
 STATE_BYTES = 4  # KDA state is float32 (k3-model.md section 2.10)
 
 
@@ -19,7 +20,7 @@ STATE_BYTES = 4  # KDA state is float32 (k3-model.md section 2.10)
 class LayerGroup:
     """Layers that share a page table; `layers[i]` uses layer position `i` of the pool."""
 
-    kind: Literal["attention", "recurrent"]
+    kind: GroupKind
     layers: tuple[int, ...]
 
 
@@ -80,7 +81,10 @@ def layer_groups(cfg: ModelConfig) -> tuple[LayerGroup, ...]:
     The smaller kind sets the group size, unless the larger is less than 1.5 times as large. A
     larger kind is cut into `k = ceil(n / size)` groups that take every k-th of its layers.
     """
-    kinds = [("recurrent", cfg.kda_layers), ("attention", cfg.mla_layers)]
+    kinds: list[tuple[GroupKind, tuple[int, ...]]] = [
+        ("recurrent", cfg.kda_layers),
+        ("attention", cfg.mla_layers),
+    ]
     sizes = sorted(len(layers) for _, layers in kinds if layers)
     size = sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
     groups = []

@@ -21,7 +21,7 @@ from k3jax.buckets import Bucket
 from k3jax.layers import param_dtype
 from k3jax.params import describe
 from k3jax.pool import abstract_pool
-from k3jax.step import CLEAR_WIDTH, Program, clearing_step
+from k3jax.step import CLEAR_WIDTH, MakeStep, Program, clearing_step
 from sharding.mesh import AnyMesh
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -67,7 +67,7 @@ def initial_state(program: Program, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
 
 
 def compile_steps(
-    make_step: Callable[[Program, Mesh, Bucket], Callable[..., Any]],
+    make_step: MakeStep,
     program: Program,
     mesh: Mesh,
     buckets: Iterable[Bucket],
@@ -111,6 +111,6 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILE_EVENT:
             self.count += 1

@@ -1,10 +1,8 @@
-"""Configuration of the model, the cache and the engine. Host values only: this module never imports
-jax.
+"""Configuration of the model, the cache and the engine. Never imports jax.
 
 `ModelConfig.from_hf` reads the `config.json` of a released checkpoint (k3-model.md section 1) and
-refuses what it
-does not understand: a key that nobody reads may change the mathematics of the model without an
-  error.
+refuses what it does not understand: a key that nobody reads may change the mathematics of the model
+without an error.
 """
 
 from __future__ import annotations
@@ -160,7 +158,8 @@ class CacheConfig:
             problems.append(f"page_tokens is out of range: got {self.page_tokens}; expected >= 1")
         if self.num_pages < 2:
             problems.append(
-                f"num_pages is too small: got {self.num_pages}; expected >= 2 (page 0 is the null page)"
+                f"num_pages is too small: got {self.num_pages}; expected >= 2 (page 0 is the null "
+                "page)"
             )
         if problems:
             raise ConfigError(problems)
@@ -195,7 +194,8 @@ class EngineConfig:
                 problems.append(f"{name} is out of range: got {getattr(self, name)}; expected >= 1")
         if self.max_prefill_rows > self.max_rows:
             problems.append(
-                f"max_prefill_rows is too large: got {self.max_prefill_rows}; expected <= max_rows {self.max_rows}"
+                f"max_prefill_rows is too large: got {self.max_prefill_rows}; expected <= max_rows "
+                f"{self.max_rows}"
             )
         if problems:
             raise ConfigError(problems)
@@ -253,15 +253,16 @@ def _check_model(cfg: ModelConfig) -> list[str]:
     problems = []
     if sorted(cfg.kda_layers + cfg.mla_layers) != list(range(cfg.num_layers)):
         problems.append(
-            f"kda_layers and full_attn_layers do not partition the {cfg.num_layers} layers: got (0-based) "
+            f"kda_layers and full_attn_layers do not partition the {cfg.num_layers} layers: got "
+            "(0-based) "
             f"{list(cfg.kda_layers)} and {list(cfg.mla_layers)}"
         )
-    positive = (
-        "vocab_size", "hidden_size", "num_layers", "intermediate_size", "max_position_tokens",
-        "kda_num_heads", "kda_head_dim", "conv_width", "mla_num_heads", "kv_lora_rank", "qk_nope_head_dim",
-        "qk_rope_head_dim", "v_head_dim", "num_experts", "experts_per_token", "num_shared_experts",
-        "moe_intermediate_size", "latent_size", "num_expert_groups", "topk_groups",
-    )  # fmt: skip
+    positive = """
+        vocab_size hidden_size num_layers intermediate_size max_position_tokens kda_num_heads
+        kda_head_dim conv_width mla_num_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim
+        v_head_dim num_experts experts_per_token num_shared_experts moe_intermediate_size
+        latent_size num_expert_groups topk_groups
+    """.split()  # noqa: SIM905
     for name in positive:
         if getattr(cfg, name) < 1:
             problems.append(f"{name} is out of range: got {getattr(cfg, name)}; expected >= 1")
@@ -271,15 +272,18 @@ def _check_model(cfg: ModelConfig) -> list[str]:
         problems.append(f"conv_width is out of range: got {cfg.conv_width}; expected >= 2")
     if not 0 <= cfg.num_dense_layers <= cfg.num_layers:
         problems.append(
-            f"num_dense_layers is out of range: got {cfg.num_dense_layers}; expected 0..{cfg.num_layers}"
+            f"num_dense_layers is out of range: got {cfg.num_dense_layers}; expected "
+            f"0..{cfg.num_layers}"
         )
     if cfg.gate_lower_bound is not None and not -5.0 <= cfg.gate_lower_bound < 0.0:
         problems.append(
-            f"gate_lower_bound is out of range: got {cfg.gate_lower_bound}; expected -5 <= bound < 0 or null"
+            f"gate_lower_bound is out of range: got {cfg.gate_lower_bound}; expected -5 <= bound < "
+            "0 or null"
         )
     if cfg.experts_per_token > cfg.num_experts:
         problems.append(
-            f"num_experts_per_token is too large: got {cfg.experts_per_token}; expected <= {cfg.num_experts}"
+            f"num_experts_per_token is too large: got {cfg.experts_per_token}; expected <= "
+            f"{cfg.num_experts}"
         )
     if cfg.num_experts % cfg.num_expert_groups or cfg.topk_groups > cfg.num_expert_groups:
         problems.append(
@@ -290,7 +294,8 @@ def _check_model(cfg: ModelConfig) -> list[str]:
         for name in ("latent_size", "moe_intermediate_size"):
             if getattr(cfg, name) % 32:
                 problems.append(
-                    f"{name} does not divide into MXFP4 groups: got {getattr(cfg, name)}; expected a multiple of 32"
+                    f"{name} does not divide into MXFP4 groups: got {getattr(cfg, name)}; expected "
+                    "a multiple of 32"
                 )
     if cfg.attn_res_block_layers is not None and cfg.attn_res_block_layers < 1:
         problems.append(

@@ -1,5 +1,4 @@
-"""Reading of a released `config.json` into the fields of `ModelConfig` (k3-model.md sections 1.1,
-1.2 and 3.4)."""
+"""Reading of a released `config.json` into `ModelConfig` (k3-model.md sections 1 and 3.4)."""
 
 from __future__ import annotations
 
@@ -168,7 +167,8 @@ def parse(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         if text.get("model_type") != "kimi_linear":
             problems.append(
-                f"text_config.model_type is unknown: got {text.get('model_type')!r}; expected 'kimi_linear'"
+                f"text_config.model_type is unknown: got {text.get('model_type')!r}; expected "
+                "'kimi_linear'"
             )
         _refuse_unknown(
             config,
@@ -199,7 +199,8 @@ def _refuse_unknown(
 ) -> None:
     for key in sorted(set(mapping) - known):
         problems.append(
-            f"{where}{key} is unknown: got {mapping[key]!r}; it may change the model's mathematics and is not implemented"
+            f"{where}{key} is unknown: got {mapping[key]!r}; it may change the model's mathematics "
+            "and is not implemented"
         )
 
 
@@ -215,7 +216,8 @@ def _check_fixed(text: Mapping[str, Any], where: str, problems: list[str]) -> No
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
         problems.append(
-            f"{where}num_key_value_heads is not implemented: got {kv_heads}; expected num_attention_heads {heads}"
+            f"{where}num_key_value_heads is not implemented: got {kv_heads}; expected "
+            f"num_attention_heads {heads}"
         )
 
 
@@ -236,7 +238,8 @@ def _check_k3(text: Mapping[str, Any], where: str, problems: list[str]) -> None:
             )
         if linear.get("gate_lower_bound") is None:
             problems.append(
-                f"{where}linear_attn_config.gate_lower_bound is missing: a kimi_k3 config must state it"
+                f"{where}linear_attn_config.gate_lower_bound is missing: a kimi_k3 config must "
+                "state it"
             )
 
 
@@ -363,6 +366,7 @@ def _expert_format(
     for key, value in want.items():
         if got[key] != value:
             problems.append(
-                f"{where}quantization_config.{key} is not implemented: got {got[key]!r}; expected {value!r}"
+                f"{where}quantization_config.{key} is not implemented: got {got[key]!r}; expected "
+                f"{value!r}"
             )
     return "mxfp4"

@@ -26,8 +26,8 @@ class StepInputs:
 
     Attributes:
       tokens: token ids; `FROM_DEVICE` reads `slots[row]` of the device's token buffer.
-      row_offsets: row `s` owns tokens `row_offsets[s]:row_offsets[s + 1]`; later tokens are padding.
-        Rows not in use are empty and come last.
+      row_offsets: row `s` owns tokens `row_offsets[s]:row_offsets[s + 1]`; later tokens are
+        padding. Rows not in use are empty and come last.
       computed: tokens of the row that the cache already holds.
       slots: entry of the row in the device's token buffer. The last entry is scratch, for rows not
         used.

@@ -1,5 +1,4 @@
-"""The KDA layer (k3-model.md section 2.3): projections, short convolution, delta rule, gated
-norm."""
+"""The KDA layer: projections, convolution, delta rule, gated norm (k3-model.md section 2.3)."""
 
 from __future__ import annotations
 

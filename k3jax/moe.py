@@ -1,5 +1,4 @@
-"""Feed-forward layers: dense, and Stable LatentMoE with fused shared experts (k3-model.md sections
-2.5 to 2.7)."""
+"""Feed-forward layers: dense, and LatentMoE with shared experts (k3-model.md 2.5 to 2.7)."""
 
 from __future__ import annotations
 

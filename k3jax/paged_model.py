@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +11,7 @@ from jaxtyping import Int32
 
 from k3jax.buckets import Bucket
 from k3jax.compile import compile_clearing, compile_steps, initial_state
-from k3jax.step import CLEAR_WIDTH, Program
+from k3jax.step import CLEAR_WIDTH, MakeStep, Program
 
 ParamArrays = Mapping[str, Mapping[str, jax.Array]]
 
@@ -33,7 +32,7 @@ class PagedModel:
         program: Program,
         mesh: Mesh,
         params: ParamArrays,
-        make_step: Callable[[Program, Mesh, Bucket], Callable[..., Any]],
+        make_step: MakeStep,
         buckets: Iterable[Bucket],
         *,
         on_compiled: Callable[[Bucket, float], None] = lambda bucket, seconds: None,

@@ -1,5 +1,4 @@
-"""The parameters, described once: shape, dtype, logical axes and the checkpoint tensors that fill
-them.
+"""The parameters, described once: shapes, dtypes, logical axes, checkpoint tensors.
 
 `describe(cfg)` is the only description. From it follow the abstract tree, the shardings, the Flax
 modules' declarations, random weights for tests, and the targets of the loader. Layers of one kind
@@ -18,6 +17,7 @@ from typing import Literal
 
 from k3jax.config import MXFP4_GROUP, ModelConfig
 
+Init = Literal["normal", "ones", "zeros", "a_log", "bytes"]
 # How a checkpoint tensor becomes the described block.
 Convert = Literal[
     "none",
@@ -61,7 +61,7 @@ class ParamSpec:
     sources: tuple[Source, ...]
     layers: tuple[int, ...] = ()
     dtype: Literal["compute", "float32", "uint8"] = "compute"
-    init: Literal["normal", "ones", "zeros", "a_log", "bytes"] = "normal"
+    init: Init = "normal"
 
 
 ParamTree = Mapping[str, Mapping[str, ParamSpec]]
@@ -128,9 +128,15 @@ def _matrix(
 
 
 def _vector(
-    layers: tuple[int, ...], name: str, size: int, *, axis: str | None = None, dtype: str = "compute",
-    init: str = "ones", convert: Convert = "none",
-) -> ParamSpec:  # fmt: skip
+    layers: tuple[int, ...],
+    name: str,
+    size: int,
+    *,
+    axis: str | None = None,
+    dtype: Literal["compute", "float32"] = "compute",
+    init: Init = "ones",
+    convert: Convert = "none",
+) -> ParamSpec:
     """A stacked `[Z, size]` vector from one tensor a layer."""
     return ParamSpec(
         shape=(len(layers), size),
@@ -311,7 +317,13 @@ def _experts(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
         cfg.latent_size,
     )
 
-    def leaf(which: str, suffix: str, group: int, dtype: str, init: str) -> ParamSpec:
+    def leaf(
+        which: str,
+        suffix: str,
+        group: int,
+        dtype: Literal["compute", "uint8"],
+        init: Literal["normal", "bytes"],
+    ) -> ParamSpec:
         if which == "w13":
             shape, axes = (z, e, 2, f, latent // group), (None, "expert", None, "expert_ff", None)
             files = (

@@ -1,5 +1,4 @@
-"""The page pool on the device: one buffer, two views (architecture.md section 5, cache-semantics.md
-section 2).
+"""The page pool on the device: one buffer, two views (cache-semantics.md section 2).
 
 `pool [R, Z, P, W, words]`, uint16: `R` ranks, `Z` layer positions, `P` pages, `W` tokens in a page.
 Inside `shard_map` a rank sees its own `[Z, P, W, words]`.

@@ -8,14 +8,14 @@ logits of every token instead.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32, UInt16
+from jaxtyping import Array, Float, Float32, Int32, UInt16
 
 from k3jax import inputs
 from k3jax.buckets import Bucket
@@ -25,11 +25,12 @@ from k3jax.model import K3
 from k3jax.params import describe
 from k3jax.pool import PoolLayout, clear_pages
 from k3jax.sampling import sample
-from k3jax.step_meta import last_token_of_row, step_meta
+from k3jax.step_meta import StepMeta, last_token_of_row, step_meta
 from sharding.axes import ParallelConfig
 from sharding.mesh import AnyMesh
 from sharding.specs import partition_spec
 
+Params = Mapping[str, Mapping[str, Array]]
 CLEAR_WIDTH = 16  # pages that one call of the clearing program takes
 
 
@@ -64,7 +65,10 @@ class Program:
         return partition_spec(("ranks", None, None, None, None), self.parallel)
 
 
-def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> Callable[..., Any]:
+MakeStep = Callable[[Program, AnyMesh, Bucket], jax.stages.Wrapped]
+
+
+def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.Wrapped:
     """The jitted step of a bucket.
 
     Returns:
@@ -72,12 +76,10 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> Callable[..
       `result` is int32 `[2, S]`: sampled ids, and 1 where the row's logits were finite.
     """
 
-    def step(params, pool, buffer, packed):
+    def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
         fields = unpack(packed, bucket, program.num_recurrent_groups)
-        tokens = _resolve_tokens(fields, buffer)
-        model, hidden, loc_pool, meta = _run(program, bucket, params, tokens, pool[0], fields)
-        rows = jnp.take(hidden, last_token_of_row(meta.row_offsets), axis=0)
-        logits = model.apply({"params": params}, rows, method="logits")
+        run = _run(program, bucket, params, pool, buffer, fields)
+        logits = run.logits(jnp.take(run.hidden, last_token_of_row(run.meta.row_offsets), axis=0))
         with jax.named_scope("sample"):
             ids, finite = sample(
                 logits,
@@ -85,38 +87,39 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> Callable[..
                 fields["top_k"],
                 fields["top_p"],
                 fields["seeds"],
-                meta.context,
+                run.meta.context,
             )
-        wanted = (fields["sample"] != 0) & (meta.context > 0)
+        wanted = (fields["sample"] != 0) & (run.meta.context > 0)
         slots = jnp.where(wanted, fields["slots"], program.max_rows)
         buffer = buffer.at[slots].set(ids, mode="drop")
-        return loc_pool[None], buffer, jnp.stack([ids, finite.astype(jnp.int32)])
+        return run.pool, buffer, jnp.stack([ids, finite.astype(jnp.int32)])
 
-    return _jit(program, mesh, step, (PartitionSpec(), PartitionSpec(), PartitionSpec()))
+    return _jit(program, mesh, bucket, step)
 
 
-def scoring_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> Callable[..., Any]:
+def scoring_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.Wrapped:
     """The jitted forward pass of a bucket that returns logits of all its tokens.
 
     Returns:
       `(params, pool, tokens, packed) -> (pool, tokens, logits)`; `logits` is float32 `[T, V]`.
     """
 
-    def step(params, pool, buffer, packed):
+    def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
         fields = unpack(packed, bucket, program.num_recurrent_groups)
-        tokens = _resolve_tokens(fields, buffer)
-        model, hidden, loc_pool, _ = _run(program, bucket, params, tokens, pool[0], fields)
-        return loc_pool[None], buffer, model.apply({"params": params}, hidden, method="logits")
+        run = _run(program, bucket, params, pool, buffer, fields)
+        return run.pool, buffer, run.logits(run.hidden)
 
-    return _jit(program, mesh, step, (PartitionSpec(), PartitionSpec(), PartitionSpec()))
+    return _jit(program, mesh, bucket, step)
 
 
-def clearing_step(program: Program, mesh: AnyMesh) -> Callable[..., Any]:
-    """The jitted program that zeroes up to `CLEAR_WIDTH` pages: `(pool, page_ids) -> pool`, pool
-    donated.
+def clearing_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
+    """The jitted program that zeroes up to `CLEAR_WIDTH` pages.
 
     It is a program of its own, since most steps hand out no page. The device runs programs in the
     order in which they were called, so a page is clear before the step that first writes it.
+
+    Returns:
+      `(pool, page_ids) -> pool`, with the pool donated.
     """
     pool = NamedSharding(mesh, program.pool_spec)
     return jax.jit(
@@ -151,15 +154,30 @@ def _resolve_tokens(fields: dict[str, Array], buffer: Int32[Array, " R"]) -> Int
     return jnp.where(tokens == inputs.FROM_DEVICE, buffer[slot], tokens)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The model after a forward pass on one rank, inside a trace."""
+
+    model: K3
+    params: Params
+    hidden: Float[Array, "T H"]
+    pool: UInt16[Array, "1 Z P W words"]
+    meta: StepMeta
+
+    def logits(self, hidden: Float[Array, "S H"]) -> Float32[Array, "S V"]:
+        result: Any = self.model.apply({"params": self.params}, hidden, method="logits")
+        return result
+
+
 def _run(
     program: Program,
     bucket: Bucket,
-    params: dict[str, dict[str, Array]],
-    tokens: Int32[Array, " T"],
-    pool: UInt16[Array, "Z P W words"],
+    params: Params,
+    pool: UInt16[Array, "1 Z P W words"],
+    buffer: Int32[Array, " R"],
     fields: dict[str, Array],
-):
-    """Run the model on one rank; returns it with its hidden states, pool and index arrays."""
+) -> _Run:
+    """Run all layers on one rank."""
     layout = program.layout
     meta = step_meta(
         bucket.kind,
@@ -173,22 +191,27 @@ def _run(
         num_pages=layout.num_pages,
     )
     model = K3(program.cfg, program.parallel, program.dtype)
-    hidden, pool = model.apply({"params": params}, tokens, pool, meta, layout)
-    return model, hidden, pool, meta
+    tokens = _resolve_tokens(fields, buffer)
+    result: Any = model.apply({"params": params}, tokens, pool[0], meta, layout)
+    hidden, loc_pool = result
+    return _Run(model, params, hidden, loc_pool[None], meta)
 
 
 def _jit(
-    program: Program, mesh: AnyMesh, step: Callable[..., Any], specs: tuple[PartitionSpec, ...]
-) -> Callable[..., Any]:
+    program: Program, mesh: AnyMesh, bucket: Bucket, step: Callable[..., tuple[Array, ...]]
+) -> jax.stages.Wrapped:
     """`shard_map` and jit a step: explicit shardings in and out, pool and token buffer donated."""
-    buffer, packed, result = specs
-    in_specs = (program.param_specs, program.pool_spec, buffer, packed)
-    out_specs = (program.pool_spec, buffer, result)
+    everywhere = PartitionSpec()
+    in_specs = (program.param_specs, program.pool_spec, everywhere, everywhere)
+    out_specs = (program.pool_spec, everywhere, everywhere)
 
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    shard = lambda tree: jax.tree.map(  # noqa: E731
-        lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    def shardings(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    step.__name__ = f"{bucket.kind}_step"  # the program's name in a profile
     return jax.jit(
-        mapped, donate_argnums=(1, 2), in_shardings=shard(in_specs), out_shardings=shard(out_specs)
+        jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False),
+        donate_argnums=(1, 2),
+        in_shardings=shardings(in_specs),
+        out_shardings=shardings(out_specs),
     )

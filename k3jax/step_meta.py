@@ -1,5 +1,4 @@
-"""Where the tokens of a step belong: rows, positions and pages, derived on the device from the
-step's inputs."""
+"""Where the tokens of a step belong: rows, positions and pages, derived on the device."""
 
 from __future__ import annotations
 

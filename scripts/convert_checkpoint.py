@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from serving.devices import prepare_devices
 from sharding.axes import ParallelConfig, parse_mesh
+from sharding.devices import prepare_devices
 
 
 def main() -> int:

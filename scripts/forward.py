@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from k3jax.config import EngineConfig
-from serving.devices import prepare_devices
 from sharding.axes import ParallelConfig, parse_mesh
+from sharding.devices import prepare_devices
 
 
 def main() -> int:

@@ -15,12 +15,12 @@ import numpy as np
 
 from k3jax.config import EngineConfig
 from serving import scheduler
-from serving.devices import prepare_devices
 from serving.options import default_cache_dir
 from serving.page_table import empty_table
 from serving.request import Request, SamplingParams
 from serving.scheduler import make_limits
 from sharding.axes import ParallelConfig, parse_mesh
+from sharding.devices import prepare_devices
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 from jax.sharding import Mesh
 
 from k3jax.buckets import Bucket, bucket_table
@@ -19,6 +18,7 @@ from k3jax.weights import load_params, read_model_config
 from serving.executor import Executor
 from serving.page_table.alignment import PageGeometry, align
 from sharding.axes import ParallelConfig
+from sharding.devices import device_memory
 from sharding.mesh import make_mesh
 
 # Share of a device's memory that weights and pool may take; the rest is for activations.
@@ -144,10 +144,11 @@ def choose_num_pages(loaded: LoadedModel, pool_bytes: int | None = None) -> int:
     engine, geometry, spec = loaded.engine, loaded.geometry, loaded.spec
     context = -(-engine.max_context_tokens // geometry.page_tokens) + len(spec.recurrent_groups)
     if pool_bytes is None:
-        stats = jax.devices()[0].memory_stats()
-        if not stats or "bytes_limit" not in stats:
+        memory = device_memory()
+        if memory is None:
             return 1 + engine.max_rows * context
-        pool_bytes = int(stats["bytes_limit"] * _MEMORY_SHARE) - stats["bytes_in_use"]
+        limit, in_use = memory
+        pool_bytes = int(limit * _MEMORY_SHARE) - in_use
     num_pages = pool_bytes // (geometry.page_bytes * spec.num_positions)
     if num_pages < 1 + context:
         raise ConfigError(

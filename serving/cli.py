@@ -136,7 +136,7 @@ def start_model(setup: Setup, on_failure: OnFailure) -> Served:
     Raises:
       ConfigError: the model does not fit the devices, or its weights cannot be used.
     """
-    from serving.devices import prepare_devices
+    from sharding.devices import prepare_devices
 
     notice = prepare_devices(setup.parallel.num_ranks)
     if notice:

@@ -80,11 +80,13 @@ class Scorer:
 def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
     if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
         raise ConfigError(
-            f"tokens have the wrong form: got {tokens.dtype}{tokens.shape}; expected int32 [T], T >= 1"
+            f"tokens have the wrong form: got {tokens.dtype}{tokens.shape}; expected int32 [T], T "
+            ">= 1"
         )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ConfigError(
-            f"tokens are out of range: got {tokens.min()}..{tokens.max()}; expected 0..{vocab_size - 1}"
+            f"tokens are out of range: got {tokens.min()}..{tokens.max()}; expected "
+            f"0..{vocab_size - 1}"
         )
 
 
@@ -94,7 +96,8 @@ def _cut(num_tokens: int, chunk: int | None, num_decode: int) -> Iterator[tuple[
         raise ConfigError(f"chunk is out of range: got {chunk}; expected >= 1")
     if not 0 <= num_decode < num_tokens:
         raise ConfigError(
-            f"decode is out of range: got {num_decode}; expected 0..{num_tokens - 1}, since at least "
+            f"decode is out of range: got {num_decode}; expected 0..{num_tokens - 1}, since at "
+            "least "
             f"one token must be prefilled"
         )
     prefill = num_tokens - num_decode

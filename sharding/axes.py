@@ -1,4 +1,4 @@
-"""Names and sizes of the mesh axes, and the `--mesh` notation. Host values only: never imports jax.
+"""Names and sizes of the mesh axes, and the `--mesh` notation. Never imports jax.
 
 `dp` holds replicas of attention, `tp` splits heads and columns. Experts are split over the
 flattened `(dp, tp)` axes (`experts="ep"`), or inside each expert (`experts="tp"`).
@@ -45,7 +45,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         match = re.fullmatch(r"(dp|tp)([1-9][0-9]*)", part)
         if match is None or match[1] in seen:
             raise ValueError(
-                f"mesh is not understood: got {text!r}; expected axis sizes such as 'tp8' or 'dp2xtp4'"
+                f"mesh is not understood: got {text!r}; expected axis sizes such as 'tp8' or "
+                "'dp2xtp4'"
             )
         seen.add(match[1])
         sizes[match[1]] = int(match[2])

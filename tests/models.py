@@ -12,14 +12,13 @@ import numpy as np
 
 from k3jax.buckets import Bucket
 from k3jax.cache_spec import cache_spec
-from k3jax.config import CacheConfig, Dtype, ModelConfig
+from k3jax.config import CacheConfig, Dtype, EngineConfig, ModelConfig
 from k3jax.paged_model import PagedModel
 from k3jax.pool import pool_layout
 from k3jax.step import Program, scoring_step
 from serving.build import LoadedModel, load_model
-from k3jax.config import EngineConfig
-from serving.packing import pack_plan
 from serving.executor import Executor, Handle
+from serving.packing import pack_plan
 from serving.plan import RowPlan, StepPlan, StepResult
 from serving.request import SamplingParams
 from sharding.axes import ParallelConfig

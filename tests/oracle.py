@@ -1,7 +1,8 @@
-"""A float64 NumPy K3, written from the equations and for one whole sequence: no pages, no chunks, no shards.
+"""A float64 NumPy K3, written from the equations and for one whole sequence: no pages, no chunks,
+no shards.
 
-It shares no code with the model: tokens run through KDA one at a time, attention is a full matrix, experts are a
-double loop, and AttnRes keeps every sublayer's source.
+It shares no code with the model: tokens run through KDA one at a time, attention is a full matrix,
+experts are a double loop, and AttnRes keeps every sublayer's source.
 """
 
 from __future__ import annotations

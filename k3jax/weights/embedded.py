@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import BFloat16
 
 from k3jax.config import ModelConfig
 from k3jax.weights import synthetic
@@ -177,7 +178,7 @@ def mxfp4_quantization_config() -> dict[str, Any]:
     }
 
 
-def _readable_head(head_VH: np.ndarray) -> np.ndarray:
+def _readable_head(head_VH: BFloat16[np.ndarray, "V H"]) -> BFloat16[np.ndarray, "V H"]:
     """Favour printable characters and the end of the message, so that one can read and stop.
 
     The factors are powers of two, hence exact.

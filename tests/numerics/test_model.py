@@ -1,4 +1,5 @@
-"""The whole model against a float64 oracle of independent form: residual patterns, chunking, every layer."""
+"""The whole model against a float64 oracle of independent form: residual patterns, chunking, every
+layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Scheduler and device together: whatever the company, a request's tokens equal those of its solo run."""
+"""Scheduler and device together: whatever the company, a request's tokens equal those of its solo
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The compiled programs: in place, few arguments, no float64, and nothing compiled after warm-up."""
+"""The compiled programs: in place, few arguments, no float64, and nothing compiled after
+warm-up."""
 
 from __future__ import annotations
 

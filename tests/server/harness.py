@@ -18,6 +18,7 @@ import grpc.aio
 
 from serving.engine import Counts, Engine
 from serving.page_table import empty_table
+from serving.plan import StepResult
 from serving.rpc.bundle import build_bundle
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.model_info import ModelInfo
@@ -29,6 +30,14 @@ from tests.fakes import EOS, VOCAB_SIZE, FakeExecutor, fake_geometry, fake_limit
 
 DEADLINE_S = 20.0  # of everything that a test waits for
 PROMPT = (5, 6, 7)
+
+
+class SlowExecutor(FakeExecutor):
+    """A device whose steps take time, so that a request can be caught while it runs."""
+
+    def collect(self, handle: int) -> StepResult:
+        time.sleep(0.002)
+        return super().collect(handle)
 
 
 @dataclasses.dataclass
@@ -164,6 +173,7 @@ def fake_load(
 ) -> Callable[[OnFailure], Served]:
     """A load that takes no time. `limits` are those of `fake_limits`."""
     geometry = fake_geometry(page_tokens=page_tokens)
+    limits.setdefault("max_waiting_tokens", max(1000, limits.get("max_context_tokens", 0)))
     bounds = fake_limits(geometry, num_pages=num_pages, **limits)
     device = executor or FakeExecutor(geometry, num_pages=num_pages, max_rows=bounds.max_rows)
 

@@ -92,7 +92,7 @@ async def test_text_is_tokenized_by_the_server(tmp_path: Path):
 async def test_long_text_leaves_the_event_loop_and_gives_the_same_ids(tmp_path: Path):
     message = request(max_tokens=1)
     message.text = "A" * 9000
-    load = fake_load(num_pages=3000, max_context_tokens=9100, max_waiting_tokens=9100)
+    load = fake_load(num_pages=3000, max_context_tokens=9100)
     async with serving(load, folder=write_model_folder(tmp_path)) as harness:
         answer = await collect(harness.stub.Generate(message))
     assert answer.token_ids == solo_tokens(fake_request("a", b"A" * 9000, max_tokens=1))
@@ -105,7 +105,7 @@ async def test_kf_v12_prompt_of_a_full_context_beyond_four_megabytes_is_accepted
     geometry = fake_geometry(page_tokens=4096)
     executor = FakeExecutor(geometry, num_pages=300)
     executor.gate.clear()  # one step is enough
-    bounds = {"max_context_tokens": 1 << 20, "max_waiting_tokens": 1 << 20}
+    bounds = {"max_context_tokens": 1 << 20}
     load = fake_load(executor, page_tokens=4096, num_pages=300, **bounds)
     async with serving(load) as harness:
         call = harness.stub.Generate(message)

@@ -1,4 +1,4 @@
-"""Choice of the devices, before jax starts its backend."""
+"""The devices of this process: their choice before jax starts, and their memory."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def prepare_devices(num_ranks: int) -> str | None:
     if jax.default_backend() == "cpu" and num_ranks > 1:
         return f"no accelerator here: simulating {num_ranks} devices on the CPU"
     return None
+
+
+def device_memory() -> tuple[int, int] | None:
+    """Bytes of one device's memory and bytes in use, or None where the platform does not tell."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return int(stats["bytes_limit"]), int(stats["bytes_in_use"])
