@@ -8,6 +8,7 @@ without an error.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -251,7 +252,8 @@ def validate(cfg: ModelConfig, parallel: ParallelConfig, engine: EngineConfig) -
 def _check_model(cfg: ModelConfig) -> list[str]:
     """Every problem of one model configuration."""
     problems = []
-    if sorted(cfg.kda_layers + cfg.mla_layers) != list(range(cfg.num_layers)):
+    listed = cfg.kda_layers + cfg.mla_layers
+    if len(listed) != cfg.num_layers or set(listed) != set(range(len(listed))):
         problems.append(
             f"kda_layers and full_attn_layers do not partition the {cfg.num_layers} layers: got "
             "(0-based) "
@@ -266,6 +268,20 @@ def _check_model(cfg: ModelConfig) -> list[str]:
     for name in positive:
         if getattr(cfg, name) < 1:
             problems.append(f"{name} is out of range: got {getattr(cfg, name)}; expected >= 1")
+    for name in ("rms_norm_eps", "mla_lora_norm_eps", "routed_scaling_factor"):
+        if not 0.0 < getattr(cfg, name) < math.inf:
+            problems.append(f"{name} is out of range: got {getattr(cfg, name)}; expected > 0")
+    for name in ("situ_beta", "situ_linear_beta"):
+        value = getattr(cfg, name)
+        if value is not None and not 0.0 < value < math.inf:
+            problems.append(f"{name} is out of range: got {value}; expected > 0 or null")
+    ids = (cfg.bos_token_id, *cfg.eos_token_ids, cfg.pad_token_id)
+    wrong_ids = [i for i in ids if i is not None and not 0 <= i < cfg.vocab_size]
+    if wrong_ids:
+        problems.append(
+            f"special token ids are outside the vocabulary: got {wrong_ids}; expected "
+            f"0..{cfg.vocab_size - 1}"
+        )
     if problems:
         return problems
     if cfg.conv_width < 2:

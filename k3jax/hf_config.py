@@ -5,103 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from k3jax.config import ConfigError
+from k3jax.config import MXFP4_GROUP, ConfigError
 
 # Keys that no implementation reads for this text model, or that only describe the file.
 _IGNORED = frozenset(
-    [
-        "architectures",
-        "auto_map",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "initializer_range",
-        "use_cache",
-        "head_dim",
-        "rope_theta",
-        "ignore_index",
-        "image_placeholder",
-        "media_placeholder_token_id",
-        "vision_config",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "model_type",
-        "num_nextn_predict_layers",
-        "_name_or_path",
-        "attention_dropout",
-        "pretraining_tp",
-        "return_dict",
-        "output_attentions",
-        "output_hidden_states",
-        "use_return_dict",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "is_decoder",
-        "cross_attention_hidden_size",
-        "add_cross_attention",
-        "tie_encoder_decoder",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "name_or_path",
-        "aux_loss_alpha",
-        "seq_aux",
-    ]
+    """
+    architectures auto_map dtype torch_dtype transformers_version initializer_range
+    use_cache head_dim rope_theta ignore_index image_placeholder media_placeholder_token_id
+    vision_config bos_token_id eos_token_id pad_token_id model_type num_nextn_predict_layers
+    _name_or_path attention_dropout pretraining_tp return_dict output_attentions
+    output_hidden_states use_return_dict chunk_size_feed_forward is_encoder_decoder
+    is_decoder cross_attention_hidden_size add_cross_attention tie_encoder_decoder id2label
+    label2id problem_type name_or_path aux_loss_alpha seq_aux
+    """.split()  # noqa: SIM905
 )
 _USED = frozenset(
-    [
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "first_k_dense_replace",
-        "moe_layer_freq",
-        "hidden_act",
-        "activation_situ_beta",
-        "activation_situ_linear_beta",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "model_max_length",
-        "mla_use_nope",
-        "mla_use_output_gate",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-        "num_experts",
-        "num_experts_per_token",
-        "num_shared_experts",
-        "moe_intermediate_size",
-        "routed_expert_hidden_size",
-        "latent_moe_use_norm",
-        "moe_router_activation_func",
-        "topk_method",
-        "use_grouped_topk",
-        "num_expert_group",
-        "topk_group",
-        "moe_renormalize",
-        "routed_scaling_factor",
-        "attn_res_block_size",
-        "tie_word_embeddings",
-        "linear_attn_config",
-        "quantization_config",
-        "rope_scaling",
-    ]
+    """
+    vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads
+    intermediate_size first_k_dense_replace moe_layer_freq hidden_act activation_situ_beta
+    activation_situ_linear_beta rms_norm_eps max_position_embeddings model_max_length
+    mla_use_nope mla_use_output_gate q_lora_rank kv_lora_rank qk_nope_head_dim
+    qk_rope_head_dim v_head_dim num_experts num_experts_per_token num_shared_experts
+    moe_intermediate_size routed_expert_hidden_size latent_moe_use_norm
+    moe_router_activation_func topk_method use_grouped_topk num_expert_group topk_group
+    moe_renormalize routed_scaling_factor attn_res_block_size tie_word_embeddings
+    linear_attn_config quantization_config rope_scaling
+    """.split()  # noqa: SIM905
 )
 _USED_LINEAR = frozenset(
-    [
-        "num_heads",
-        "head_dim",
-        "short_conv_kernel_size",
-        "use_full_rank_gate",
-        "gate_lower_bound",
-        "full_attn_layers",
-        "kda_layers",
-    ]
+    """
+    num_heads head_dim short_conv_kernel_size use_full_rank_gate gate_lower_bound
+    full_attn_layers kda_layers
+    """.split()  # noqa: SIM905
 )
 # The released class gives these defaults that build another model without an error, so K3 must
 # spell them out.
@@ -144,6 +79,24 @@ class _Reader:
             )
             return None
         return value
+
+    def get_ints(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        values = self.get(key, list) or []
+        if not all(type(value) is int for value in values):
+            self._problems.append(
+                f"{self._where}{key} has the wrong type: got {values!r}; expected whole numbers"
+            )
+            return ()
+        return tuple(values)
+
+    def expect(self, key: str, value: Any) -> None:
+        """Refuse any other value of `key`; a missing one counts as null."""
+        if self._mapping.get(key) != value:
+            self._problems.append(
+                f"{self._where}{key} is not implemented: got {self._mapping.get(key)!r}; expected "
+                f"{value!r}"
+            )
 
 
 def _kind_name(kind: type | tuple[type, ...]) -> str:
@@ -259,7 +212,7 @@ def _fields(
         problems.append(
             f"{where}max_position_embeddings is missing: got {max_position!r}; expected int"
         )
-    situ_beta, situ_linear_beta = _activation(text, where, problems)
+    situ_beta, situ_linear_beta = _activation(read, where, problems)
     has_latent_norm = bool(read.get("latent_moe_use_norm", bool, False))
     return {
         "vocab_size": read.get("vocab_size", int),
@@ -298,21 +251,20 @@ def _fields(
         "routed_scaling_factor": read.get("routed_scaling_factor", number),
         "expert_format": _expert_format(config, text, where, problems),
         "attn_res_block_layers": read.get("attn_res_block_size", (int, type(None)), None),
-        "bos_token_id": _token_id(config, text, "bos_token_id"),
-        "eos_token_ids": _token_ids(config, text, "eos_token_id"),
-        "pad_token_id": _token_id(config, text, "pad_token_id"),
+        "bos_token_id": _token_id(config, text, "bos_token_id", problems),
+        "eos_token_ids": _token_ids(config, text, "eos_token_id", problems),
+        "pad_token_id": _token_id(config, text, "pad_token_id", problems),
     }
 
 
-def _activation(
-    text: Mapping[str, Any], where: str, problems: list[str]
-) -> tuple[float | None, float | None]:
+def _activation(read: _Reader, where: str, problems: list[str]) -> tuple[Any, Any]:
     """SiTU constants, or (None, None) for SwiGLU."""
-    act = text.get("hidden_act")
+    act = read.get("hidden_act", str)
     if act == "situ":
-        beta = text.get("activation_situ_beta")
-        return 1.0 if beta is None else float(beta), text.get("activation_situ_linear_beta")
-    if act != "silu":
+        beta = read.get("activation_situ_beta", (int, float, type(None)), None)
+        linear_beta = read.get("activation_situ_linear_beta", (int, float, type(None)), None)
+        return 1.0 if beta is None else beta, linear_beta
+    if act not in ("silu", None):
         problems.append(
             f"{where}hidden_act is not implemented: got {act!r}; expected 'situ' or 'silu'"
         )
@@ -321,52 +273,54 @@ def _activation(
 
 def _layer_list(read: _Reader, key: str) -> tuple[int, ...]:
     """A 1-based layer list of the file as 0-based indices."""
-    return tuple(layer - 1 for layer in read.get(key, list) or ())
+    return tuple(layer - 1 for layer in read.get_ints(key))
 
 
-def _token_ids(config: Mapping[str, Any], text: Mapping[str, Any], key: str) -> tuple[int, ...]:
+def _token_ids(
+    config: Mapping[str, Any], text: Mapping[str, Any], key: str, problems: list[str]
+) -> tuple[int, ...]:
+    """Token ids under `key`: the whole model's, else the text model's; none if absent or null."""
     value = config.get(key, text.get(key))
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    wrapped = {key: value if isinstance(value, list) else [value]}
+    return _Reader(wrapped, "", problems).get_ints(key)
 
 
-def _token_id(config: Mapping[str, Any], text: Mapping[str, Any], key: str) -> int | None:
-    ids = _token_ids(config, text, key)
+def _token_id(
+    config: Mapping[str, Any], text: Mapping[str, Any], key: str, problems: list[str]
+) -> int | None:
+    ids = _token_ids(config, text, key, problems)
     return ids[0] if ids else None
 
 
 def _expert_format(
     config: Mapping[str, Any], text: Mapping[str, Any], where: str, problems: list[str]
 ) -> str:
-    """`mxfp4` when the file's quantisation is the released one. Its `ignore` list is not trusted:
-    it omits three bf16 tensors, so the loader decides by the presence of `weight_packed`
-    (k3-model.md section 3.4)."""
-    quant = text.get("quantization_config", config.get("quantization_config"))
+    """`mxfp4` when the file's quantisation is the released one.
+
+    Its `ignore` list is not trusted, since it omits three bf16 tensors: the loader decides by the
+    presence of `weight_packed` (k3-model.md section 3.4).
+    """
+    holder, prefix = (text, where) if "quantization_config" in text else (config, "")
+    quant = _Reader(holder, prefix, problems).get(
+        "quantization_config", (Mapping, type(None)), None
+    )
     if quant is None:
         return "dense"
-    groups = quant.get("config_groups", {})
-    weights = [group.get("weights") or {} for group in groups.values()]
-    got = {
-        "quant_method": quant.get("quant_method"),
-        "format": quant.get("format"),
-        "num_bits": sorted({w.get("num_bits") for w in weights}, key=str),
-        "group_size": sorted({w.get("group_size") for w in weights}, key=str),
-        "input_activations": next(
-            (g["input_activations"] for g in groups.values() if g.get("input_activations")), None
-        ),
-    }
-    want = {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "num_bits": [4],
-        "group_size": [32],
-        "input_activations": None,
-    }
-    for key, value in want.items():
-        if got[key] != value:
-            problems.append(
-                f"{where}quantization_config.{key} is not implemented: got {got[key]!r}; expected "
-                f"{value!r}"
-            )
+    prefix += "quantization_config."
+    read = _Reader(quant, prefix, problems)
+    read.expect("quant_method", "compressed-tensors")
+    read.expect("format", "mxfp4-pack-quantized")
+    groups = read.get("config_groups", Mapping)
+    if groups is not None and not groups:
+        problems.append(f"{prefix}config_groups is empty: expected at least one group")
+    for name, group in (groups or {}).items():
+        inside = f"{prefix}config_groups.{name}."
+        read_group = _Reader(group if isinstance(group, Mapping) else {}, inside, problems)
+        read_group.expect("input_activations", None)
+        weights = read_group.get("weights", Mapping) or {}
+        read_weights = _Reader(weights, f"{inside}weights.", problems)
+        read_weights.expect("num_bits", 4)
+        read_weights.expect("group_size", MXFP4_GROUP)
     return "mxfp4"

@@ -159,8 +159,9 @@ class Server:
         """Let open calls end, but not for longer than the limit; end the rest with UNAVAILABLE."""
         limit_s = self._config.drain_s
         await self._lifecycle.move("draining", f"running requests have {limit_s:g} s to finish")
-        idle = asyncio.ensure_future(self._service.wait_idle())
-        await self._first_of(idle, self._stop_hurried.wait(), timeout_s=limit_s)
+        await self._first_of(
+            self._service.wait_idle(), self._stop_hurried.wait(), timeout_s=limit_s
+        )
         log_event("drained", num_left=self._service.num_open)
         served.engine.stop()
         if not await asyncio.to_thread(served.engine.join, _ENGINE_STOP_S):
@@ -171,13 +172,17 @@ class Server:
         *events: Coroutine[Any, Any, Any] | asyncio.Future[Any],
         timeout_s: float | None = None,
     ) -> None:
-        """Wait for the first of some events, a failure of the engine, or the time limit."""
+        """Wait for the first of some events, a failure of the engine, or the time limit.
+
+        Coroutines that did not end are cancelled; futures belong to the caller.
+        """
         waits = [asyncio.ensure_future(event) for event in events]
         await asyncio.wait(
             [*waits, self._engine_error], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
-        for wait in waits:
-            wait.cancel()
+        for wait, event in zip(waits, events, strict=True):
+            if wait is not event:
+                wait.cancel()
 
 
 def check_address(host: str, port: int) -> None:

@@ -14,6 +14,7 @@ from serving.rpc.protocol import common
 from tests.fakes import VOCAB_SIZE, FakeExecutor, fake_geometry, fake_request, solo_tokens
 from tests.server.harness import (
     PROMPT,
+    SlowExecutor,
     collect,
     fake_load,
     messages,
@@ -188,30 +189,32 @@ async def test_kf_v01_live_id_is_refused_and_the_first_request_is_unaffected():
 
 
 async def test_kf_v07_full_server_refuses_at_once_and_accepted_requests_finish():
-    executor = FakeExecutor(fake_geometry(), num_pages=1000, max_rows=2)
-    bounds = {"max_rows": 2, "max_waiting": 4, "max_context_tokens": 600}
+    executor = SlowExecutor(fake_geometry(), num_pages=1000, max_rows=2)
+    bounds = {"max_rows": 2, "max_waiting": 4, "max_context_tokens": 250}
     async with serving(fake_load(executor, num_pages=1000, **bounds)) as harness:
 
         def ask(request_id: str) -> asyncio.Task[Any]:
-            call = harness.stub.Generate(request(request_id, max_tokens=500))
+            call = harness.stub.Generate(request(request_id, max_tokens=200))
             return asyncio.create_task(collect(call))
 
         accepted = [ask("a0"), ask("a1")]
         await harness.until(lambda: harness.counts().running == 2)
+        for request_id in ("a0", "a1"):  # they keep their rows until the others were refused
+            harness.engine.pause(request_id)
         accepted += [ask(f"a{i}") for i in range(2, 6)]
         await harness.until(lambda: harness.counts().waiting == 4)
-        executor.gate.clear()  # none of them ends meanwhile
         begin = time.monotonic()
         refused = await asyncio.gather(
             *(status_of(harness.stub.Generate(request(f"b{i}"))) for i in range(94))
         )
         seconds = time.monotonic() - begin
-        executor.gate.set()
+        for request_id in ("a0", "a1"):
+            harness.engine.resume(request_id)
         answers = await asyncio.gather(*accepted)
         await harness.until_idle()
     assert {status for status, _, _ in refused} == {"RESOURCE_EXHAUSTED"}
     assert seconds < 2.0  # of all 94; one takes about a millisecond
-    assert all(len(answer.token_ids) == 500 for answer in answers)
+    assert all(len(answer.token_ids) == 200 for answer in answers)
 
 
 async def test_bug_in_a_handler_is_internal_and_costs_only_its_request():

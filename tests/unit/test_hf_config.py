@@ -362,10 +362,19 @@ def test_a_gate_bound_beyond_the_safe_range_is_refused(k3: Json, bound: float):
             {"format": "nvfp4-pack-quantized"},
             "format is not implemented: got 'nvfp4-pack-quantized'",
         ),
-        ({"num_bits": 8}, "num_bits is not implemented: got [8]; expected [4]"),
-        ({"group_size": 16}, "group_size is not implemented: got [16]; expected [32]"),
-        ({"input_activations": {"num_bits": 8}}, "input_activations is not implemented"),
-        ({"config_groups": {}}, "num_bits is not implemented: got []"),
+        (
+            {"num_bits": 8},
+            "config_groups.group_0.weights.num_bits is not implemented: got 8; expected 4",
+        ),
+        (
+            {"group_size": 16},
+            "config_groups.group_0.weights.group_size is not implemented: got 16; expected 32",
+        ),
+        (
+            {"input_activations": {"num_bits": 8}},
+            "config_groups.group_0.input_activations is not implemented",
+        ),
+        ({"config_groups": {}}, "config_groups is empty"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -429,3 +438,23 @@ def test_kimi_linear_takes_its_length_under_either_name(kimi_linear: Json):
 def test_kimi_linear_uses_swiglu(kimi_linear: Json):
     cfg = ModelConfig.from_hf(kimi_linear)
     assert cfg.situ_beta is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"quantization_config": "mxfp4"}, "quantization_config has the wrong type"),
+        ({"activation_situ_beta": "4"}, "activation_situ_beta has the wrong type"),
+        ({"activation_situ_linear_beta": [25]}, "activation_situ_linear_beta has the wrong type"),
+        ({"activation_situ_linear_beta": 0.0}, "situ_linear_beta is out of range"),
+        ({"num_hidden_layers": 10**30}, "do not partition"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps is out of range"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is out of range"),
+        ({"eos_token_id": "2"}, "eos_token_id has the wrong type"),
+        ({"eos_token_id": [157, 160]}, r"outside the vocabulary: got \[160\]"),
+        ({"linear_attn_config": {"kda_layers": [1, 2, "4"]}}, "kda_layers has the wrong type"),
+    ],
+)
+def test_malformed_values_are_named(overrides: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_hf(tiny_json(packed=False, **overrides))
