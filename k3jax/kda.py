@@ -41,7 +41,7 @@ def kda_attention(
     num_tokens = x.shape[0]
     _, _, heads, dim = layout.conv_shape
     w = {name: stack[layer] for name, stack in weights.items()}
-    conv_S, state_S = read_states(
+    conv_S, state_S, pool = read_states(
         layout, pool, meta.state_source[:, group], meta.computed == 0, position=position
     )
     with jax.named_scope("kda/project"):

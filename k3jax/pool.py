@@ -19,6 +19,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt16
 
 from k3jax.cache_spec import CacheSpec
@@ -98,8 +99,8 @@ def read_states(
     fresh: Array,
     *,
     position: int,
-) -> tuple[Float[Array, "S Xh 3 N D"], Float32[Array, "S N Dv Dk"]]:
-    """Convolution windows and recurrent states of some rows.
+) -> tuple[Float[Array, "S Xh 3 N D"], Float32[Array, "S N Dv Dk"], UInt16[Array, "Z P W words"]]:
+    """Convolution windows and recurrent states of some rows, and the pool to write them back to.
 
     Args:
       pages: the rows' state pages.
@@ -108,13 +109,16 @@ def read_states(
     """
     num_rows, split = pages.shape[0], layout.conv_words
     flat = pool.reshape(layout.num_positions, layout.num_pages, -1)
-    words = flat[position, pages]
+    # Without the barrier a fusion could read the pages again after they were written, and XLA would
+    # keep a copy of the whole pool for it.
+    words, pool = lax.optimization_barrier((flat[position, pages], pool))
     words = jnp.where(fresh[:, None], jnp.zeros_like(words), words)
     conv = from_words(words[:, :split], jnp.dtype(layout.dtype))
     state = from_words(words[:, split : split + layout.state_words], jnp.dtype("float32"))
     return (
         conv.reshape(num_rows, *layout.conv_shape),
         state.reshape(num_rows, *layout.state_shape),
+        pool,
     )
 
 

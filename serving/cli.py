@@ -247,6 +247,10 @@ def _compile_reporter(num_buckets: int) -> Callable[[Bucket, float], None]:
 
 
 def _fail(code: int, *problems: str) -> int:
-    for problem in problems:
-        print(f"serve.py: error: {problem}", file=sys.stderr, flush=True)
+    """Print one line, whatever there is to say, and return the exit code."""
+    message = problems[0]
+    if len(problems) > 1:
+        numbered = (f"({i}) {problem}" for i, problem in enumerate(problems, start=1))
+        message = f"{len(problems)} problems: {'; '.join(numbered)}"
+    print(f"serve.py: error: {message}", file=sys.stderr, flush=True)
     return code

@@ -116,7 +116,7 @@ class Server:
           on_ready: called when requests are taken.
 
         Raises:
-          ServerError: the engine failed.
+          ServerError: the engine failed, or does not stop.
           StoppedWhileLoadingError: see there.
           Exception: whatever `load` raised.
         """
@@ -165,7 +165,8 @@ class Server:
         log_event("drained", num_left=self._service.num_open)
         served.engine.stop()
         if not await asyncio.to_thread(served.engine.join, _ENGINE_STOP_S):
-            log_event("engine_stuck", step_age_s=served.engine.step_age_s())
+            age_s = served.engine.step_age_s()
+            raise ServerError(f"the engine does not stop: its step has run for {age_s:.0f} s")
 
     async def _first_of(
         self,

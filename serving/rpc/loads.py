@@ -13,10 +13,14 @@ _WINDOW_S = 1.0
 
 
 class RateMeter:
-    """Tokens per second between readings. A reading too soon after another repeats its rate."""
+    """Tokens per second between readings. A reading too soon after another repeats its rate.
 
-    def __init__(self) -> None:
-        self._count, self._time_s, self._rate = 0, 0.0, 0.0
+    Args:
+      now_s: time at which the count is 0.
+    """
+
+    def __init__(self, now_s: float):
+        self._count, self._time_s, self._rate = 0, now_s, 0.0
 
     def read(self, count: int, now_s: float) -> float:
         """Return the rate at which `count` has grown."""

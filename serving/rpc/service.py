@@ -78,8 +78,8 @@ class EngineService(protocol.Servicer):
         self._tokenizer, self._bundle, self._draw_seed = tokenizer, bundle, draw_seed
         self._bridge = OutputBridge(asyncio.get_running_loop())
         self._calls: dict[str, _Call] = {}
-        self._rate = loads.RateMeter()
         self._start_s = time.monotonic()
+        self._rate = loads.RateMeter(self._start_s)
         self._last_request_time = 0.0
         self._idle = asyncio.Event()
         self._idle.set()

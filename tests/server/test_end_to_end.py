@@ -1,0 +1,176 @@
+"""The real program: `scripts/serve.py` with the embedded model on two simulated devices."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from serving.rpc.protocol import Stub, messages
+
+ROOT = Path(__file__).parents[2]
+START_S, STOP_S = 240.0, 40.0
+MAX_CONTEXT = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningServer:
+    address: str
+    process: subprocess.Popen[str]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def serve(port: int, cache_dir: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(
+                sys.executable,
+                "scripts/serve.py",
+                "--port",
+                str(port),
+                "--cache-dir",
+                str(cache_dir),
+            ),
+            *("--mesh", "tp2", "--dtype", "float32", "--max-rows", "4"),
+            *("--max-context", str(MAX_CONTEXT), "--max-prefill-tokens", "64", *options),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    port = free_port()
+    process = serve(port, tmp_path_factory.mktemp("cache"))
+    assert process.stdout is not None
+    lines, end_s = [], time.monotonic() + START_S
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("ready "):
+            break
+        assert time.monotonic() < end_s, lines
+    assert lines[-1].startswith(f"ready 127.0.0.1:{port}"), lines
+    yield RunningServer(f"127.0.0.1:{port}", process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=STOP_S)
+    assert process.returncode == 0, output
+
+
+def request(request_id: str, prompt_length: int, max_tokens: int) -> messages.GenerateRequest:
+    rng = np.random.default_rng(prompt_length)
+    return messages.GenerateRequest(
+        request_id=request_id,
+        tokenized=messages.TokenizedInput(input_ids=rng.integers(0, 256, prompt_length).tolist()),
+        sampling_params=messages.SamplingParams(
+            temperature=1.0, seed=prompt_length, max_tokens=max_tokens, ignore_eos=True
+        ),
+        stream=True,
+    )
+
+
+async def tokens_of(stub: Stub, message: messages.GenerateRequest) -> list[int]:
+    """All tokens of a stream; checks that it ends with one complete message."""
+    replies = [reply async for reply in stub.Generate(message)]
+    assert [reply.WhichOneof("response") for reply in replies[:-1]] == ["chunk"] * (
+        len(replies) - 1
+    )
+    complete = replies[-1].complete
+    assert complete.finish_reason == "length"
+    tokens = [token for reply in replies[:-1] for token in reply.chunk.token_ids]
+    assert len(tokens) == message.sampling_params.max_tokens
+    return tokens
+
+
+async def used_tokens(stub: Stub) -> int:
+    reply = await stub.GetLoads(messages.GetLoadsRequest())
+    load = reply.loads[0]
+    assert load.num_running_reqs + load.num_waiting_reqs == load.num_total_reqs
+    return load.num_used_tokens
+
+
+async def cancelled_after_its_first_chunk(stub: Stub) -> None:
+    call = stub.Generate(request("cancelled", 50, 400))
+    await anext(aiter(call))
+    call.cancel()
+
+
+async def over_its_deadline(stub: Stub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stub.Generate(request("late", 60, 400), timeout=0.5):
+            pass
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def refused(stub: Stub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await tokens_of(stub, request("refused", MAX_CONTEXT, 1))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    details = caught.value.details()
+    assert details is not None
+    assert f"got {MAX_CONTEXT} tokens" in details
+
+
+async def test_eight_streams_of_which_five_end_and_equal_their_solo_runs(
+    server: RunningServer,
+) -> None:
+    lengths = (1, 17, 64, 65, 130)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = Stub(channel)
+        assert await used_tokens(stub) == 0
+        solo = [await tokens_of(stub, request(f"solo{n}", n, 24)) for n in lengths]
+        assert len({tuple(tokens) for tokens in solo}) == len(lengths)
+        together = await asyncio.gather(
+            *(tokens_of(stub, request(f"together{n}", n, 24)) for n in lengths),
+            cancelled_after_its_first_chunk(stub),
+            over_its_deadline(stub),
+            refused(stub),
+        )
+        assert list(together[: len(lengths)]) == solo
+        end_s = time.monotonic() + 1.0  # KF-V02
+        while await used_tokens(stub):
+            assert time.monotonic() < end_s, "pages were not released"
+            await asyncio.sleep(0.02)
+
+
+def test_client_streams_text(server: RunningServer) -> None:
+    command = [sys.executable, "scripts/client.py", "--address", server.address]
+    command += ["--max-tokens", "12", "--temperature", "0", "--ignore-eos", "Hello"]
+    runs = [
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                       capture_output=True, text=True, timeout=60, check=True)
+        for _ in range(2)
+    ]  # fmt: skip
+    assert runs[0].stdout.strip()
+    assert runs[0].stdout == runs[1].stdout
+
+
+def test_a_second_server_on_the_port_is_one_clear_error(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    port = int(server.address.rsplit(":", 1)[1])
+    process = serve(port, tmp_path)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"127.0.0.1:{port}" in output.splitlines()[-1]
+    assert "Traceback" not in output

@@ -1,0 +1,175 @@
+"""The options of the server, what they are refused for, and the exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from k3jax.config import ConfigError
+from serving import cli
+from serving.options import Options, build_parser, parse_options
+from serving.server import ServerError, StoppedWhileLoadingError
+from serving.tokenizer import TokenizerError
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "tests" / "data" / "k3-tiny"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever the program sets is undone, and nothing is written outside of the test's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", ""))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setattr(cli, "configure_logs", lambda level: None)
+
+
+def test_every_option_has_a_field_and_help():
+    actions = [action for action in build_parser()._actions if action.dest != "help"]
+    assert {action.dest for action in actions} == {f.name for f in dataclasses.fields(Options)}
+    assert all(action.help for action in actions)
+
+
+def test_defaults_serve_the_embedded_model_on_loopback():
+    options = parse_options([])
+    assert (options.model, options.mesh, options.dtype) == (None, "tp1", "bfloat16")
+    assert (options.host, options.port) == ("127.0.0.1", 50051)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1500", 1500), ("512M", 512 << 20), ("64GiB", 64 << 30), ("1K", 1024)]
+)
+def test_sizes_have_units(text: str, size: int):
+    assert parse_options(["--pool-bytes", text]).pool_bytes == size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--port", "65536"],
+        ["--port", "x"],
+        ["--max-rows", "0"],
+        ["--max-rows", "nan"],
+        ["--num-pages", "1"],
+        ["--pool-bytes", "64 GB"],
+        ["--pool-bytes", "0"],
+        ["--num-pages", "9", "--pool-bytes", "1G"],
+        ["--drain-seconds", "-1"],
+        ["--drain-seconds", "nan"],
+        ["--dtype", "float64"],
+        ["--experts", "dp"],
+        ["--max-row", "3"],
+        ["surplus"],
+    ],
+    ids=" ".join,
+)
+def test_bad_option_is_one_line_and_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as exit:
+        parse_options(arguments)
+    assert exit.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith("serve.py: error: ")
+    assert text.count("\n") == 1
+    assert arguments[0] in text
+
+
+def test_help_shows_every_group_and_needs_no_jax():
+    program = "import sys; from serving import cli\ntry: cli.main(['--help'])\n" \
+        "finally: print('jax' in sys.modules, file=sys.stderr)"  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0
+    assert run.stderr.strip() == "False"
+    for group in ("model:", "mesh:", "cache:", "scheduling:", "network:", "exit codes:"):
+        assert f"\n{group}" in run.stdout
+
+
+def test_prepare_reads_the_model_and_fills_in_what_was_left_open():
+    setup = cli.prepare(parse_options(["--model", str(MODEL), "--max-rows", "2"]))
+    config = json.loads((MODEL / "config.json").read_text())
+    assert setup.info.name == "k3-tiny"
+    assert setup.engine.max_prefill_rows == 2
+    assert setup.engine.max_context_tokens == setup.model.max_position_tokens
+    assert setup.info.architectures == tuple(config["architectures"])
+    assert setup.tokenizer is None
+    assert setup.bundle is None
+
+
+def test_prepare_generates_the_embedded_model_with_its_tokenizer(tmp_path: Path):
+    setup = cli.prepare(parse_options([]))
+    assert setup.folder.parent == tmp_path / "k3jax"
+    assert setup.info.name == cli.EMBEDDED_NAME
+    assert setup.bundle is not None
+    assert setup.tokenizer is not None
+    end = setup.tokenizer.control_tokens["<|end_of_msg|>"]
+    assert end in setup.info.eos_token_ids
+    assert setup.tokenizer.control_tokens["[EOS]"] in setup.info.eos_token_ids
+    assert len(setup.tokenizer.vocab) == setup.model.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "8"], "mesh is not understood: got '8'"),
+        (["--mesh", "dp2xtp2"], "dp is not supported yet: got dp2"),
+        (["--mesh", "tp3"], "does not divide over the mesh"),
+        (["--max-context", "1000000"], "max_context_tokens is beyond the model: got 1000000"),
+        (["--max-rows", "2", "--max-prefill-rows", "3"], "max_prefill_rows is too large: got 3"),
+    ],
+)
+def test_configuration_that_does_not_fit_is_refused(arguments: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        cli.prepare(parse_options(["--model", str(MODEL), *arguments]))
+
+
+def test_folder_without_config_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config\.json") as error:
+        cli.prepare(parse_options(["--model", str(tmp_path)]))
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("one thing"), 2, "one thing"),
+        (ConfigError(["one thing", "another"]), 2, "2 problems: (1) one thing; (2) another"),
+        (TokenizerError("bad file"), 2, "bad file"),
+        (ServerError("port is in use"), 1, "port is in use"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "[Errno 13] Permission denied: '/x'"),
+    ],
+    ids=["one problem", "two problems", "tokenizer", "server", "files"],
+)
+def test_error_is_one_line_with_its_exit_code(
+    error: Exception,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(cli, "prepare", _raising(error))
+    assert cli.main([]) == code
+    assert capsys.readouterr().err == f"serve.py: error: {line}\n"
+
+
+def test_stop_while_loading_leaves_the_busy_thread_behind(monkeypatch: pytest.MonkeyPatch):
+    codes: list[int] = []
+    monkeypatch.setattr(cli, "prepare", _raising(StoppedWhileLoadingError("stopped")))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    cli.main([])
+    assert codes == [0]
+
+
+def _raising(error: Exception):
+    def prepare(options: Options):
+        raise error
+
+    return prepare
