@@ -14,7 +14,7 @@ from k3jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, va
 from k3jax.paged_model import PagedModel, ParamArrays
 from k3jax.pool import pool_layout
 from k3jax.step import Program, serving_step
-from k3jax.weights import load_params, read_model_config
+from k3jax.weights import Progress, load_params, read_model_config
 from serving.executor import Executor
 from serving.page_table.alignment import PageGeometry, align
 from sharding.axes import ParallelConfig
@@ -70,12 +70,14 @@ def load_model(
     *,
     unit_tokens: int = 128,
     weight_cache: Path | None = None,
+    progress: Callable[[Progress], None] = lambda progress: None,
 ) -> LoadedModel:
     """Load a checkpoint onto a mesh.
 
     Args:
       unit_tokens: pages are a multiple of it (cache-semantics.md section 1).
       weight_cache: folder for converted weights, which lets a killed load resume.
+      progress: told how far the load is, after each piece.
 
     Raises:
       ConfigError: the configuration does not fit the model or the devices.
@@ -88,7 +90,9 @@ def load_model(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     spec = cache_spec(cfg, tp=parallel.tp, dtype=engine.dtype)
-    params = load_params(model_dir, cfg, parallel, mesh, engine.dtype, cache_dir=weight_cache)
+    params = load_params(
+        model_dir, cfg, parallel, mesh, engine.dtype, cache_dir=weight_cache, progress=progress
+    )
     return LoadedModel(
         cfg=cfg,
         engine=engine,

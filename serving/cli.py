@@ -141,17 +141,19 @@ def start_model(setup: Setup, on_failure: OnFailure) -> Served:
     notice = prepare_devices(setup.parallel.num_ranks)
     if notice:
         say(notice)
+    from k3jax.weights import progress_bar
     from serving.build import build_executor, choose_num_pages, load_model
 
     options = setup.options
-    weight_cache = options.weight_cache or setup.cache_dir / "weights"
-    loaded = load_model(
-        setup.folder,
-        setup.engine,
-        setup.parallel,
-        unit_tokens=options.page_unit,
-        weight_cache=None if options.no_weight_cache else weight_cache,
-    )
+    with progress_bar("weights") as progress:
+        loaded = load_model(
+            setup.folder,
+            setup.engine,
+            setup.parallel,
+            unit_tokens=options.page_unit,
+            weight_cache=options.weight_cache,
+            progress=progress,
+        )
     num_pages = options.num_pages or choose_num_pages(loaded, options.pool_bytes)
     limits = make_limits(
         setup.engine,

@@ -35,7 +35,6 @@ class Options:
     dtype: Dtype
     cache_dir: Path | None
     weight_cache: Path | None
-    no_weight_cache: bool
     compile_cache: Path | None
     mesh: str
     experts: Literal["auto", "ep", "tp"]
@@ -108,20 +107,15 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="for what can be made again: the embedded model, converted weights, compiled steps "
+        help="for what can be made again: the embedded model, compiled steps "
         "(default: $XDG_CACHE_HOME/k3jax, or ~/.cache/k3jax)",
     )
     group.add_argument(
         "--weight-cache",
         type=Path,
         metavar="DIR",
-        help="for converted weights, which let a killed load resume and the next start be faster; "
-        "takes as much room as the checkpoint (default: weights in --cache-dir)",
-    )
-    group.add_argument(
-        "--no-weight-cache",
-        action="store_true",
-        help="read the checkpoint at every start and write nothing",
+        help="keep converted weights here, so that a killed load resumes and the next start reads "
+        "only them; takes as much room as the checkpoint (default: keep none)",
     )
     group.add_argument(
         "--compile-cache",

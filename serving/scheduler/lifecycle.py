@@ -24,14 +24,18 @@ def submit(state: SchedulerState, limits: Limits, request: Request) -> Scheduler
             "ALREADY_EXISTS",
             f"request_id is in use: got {request_id!r}; expected an id that no live request has",
         )
-    if len(state.waiting) >= limits.max_waiting:
+    # A request that finds a free row is not queued: it waits for the next turn only.
+    free_rows = limits.max_rows - len(state.running)
+    is_queued = len(state.waiting) >= free_rows
+    queued = state.waiting[free_rows:]
+    if is_queued and len(queued) >= limits.max_waiting:
         raise RequestError(
             "RESOURCE_EXHAUSTED",
-            f"the queue is full: got {len(state.waiting)} waiting requests; expected fewer than "
+            f"the queue is full: got {len(queued)} waiting requests; expected fewer than "
             f"{limits.max_waiting}; retry later",
         )
-    queued_tokens = sum(entry.num_tokens for entry in state.waiting)
-    if queued_tokens + len(request.prompt) > limits.max_waiting_tokens:
+    queued_tokens = sum(entry.num_tokens for entry in queued)
+    if is_queued and queued_tokens + len(request.prompt) > limits.max_waiting_tokens:
         raise RequestError(
             "RESOURCE_EXHAUSTED",
             f"the queue is full: got {queued_tokens} waiting tokens and a prompt of "

@@ -181,8 +181,9 @@ def test_an_id_can_be_used_again_after_its_request_has_ended():
     assert driver.tokens("a") == solo_tokens(second)
 
 
-def test_a_full_queue_refuses_by_count_and_by_tokens_and_serves_what_it_accepted():
-    driver = make_driver(max_waiting=2, max_waiting_tokens=64)
+def test_kf_v07_a_full_queue_refuses_by_count_and_by_tokens_and_serves_what_it_accepted():
+    driver = make_driver(max_rows=1, max_prefill_rows=1, max_waiting=2, max_waiting_tokens=64)
+    driver.submit(fake_request("runs", (1,) * 40))  # finds a free row, so it is not queued
     driver.submit(fake_request("a", (1,) * 30))
     with pytest.raises(RequestError, match="got 30 waiting tokens and a prompt of 35") as raised:
         driver.submit(fake_request("big", (1,) * 35))
@@ -191,7 +192,16 @@ def test_a_full_queue_refuses_by_count_and_by_tokens_and_serves_what_it_accepted
     with pytest.raises(RequestError, match="got 2 waiting requests; expected fewer than 2"):
         driver.submit(fake_request("c"))
     driver.finish()
-    assert driver.finish_reason("a") == driver.finish_reason("b") == "length"
+    for request_id in ("runs", "a", "b"):
+        assert driver.finish_reason(request_id) == "length"
+
+
+def test_a_burst_at_an_idle_server_fills_its_rows_and_its_queue():
+    driver = make_driver(max_rows=2, max_waiting=4)
+    for index in range(6):
+        driver.submit(fake_request(f"r{index}"))
+    with pytest.raises(RequestError, match="the queue is full"):
+        driver.submit(fake_request("r6"))
 
 
 # ---- chunks ---------------------------------------------------------------------------------
