@@ -17,7 +17,7 @@ from sharding.mesh import make_mesh
 from tests import tiny
 from tests.models import program_of
 
-NUM_PAGES = 2311  # a prime, so that no other array has this dim
+NUM_PAGES = 9973  # a prime, so that no other array has this dim
 PREFILL, DECODE = Bucket("prefill", 48, 2, 2), Bucket("decode", 2, 2, 2)
 
 
