@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -165,8 +166,7 @@ class _Run:
     meta: StepMeta
 
     def logits(self, hidden: Float[Array, "S H"]) -> Float32[Array, "S V"]:
-        result: Any = self.model.apply({"params": self.params}, hidden, method="logits")
-        return result
+        return _apply(self.model, self.params, hidden, method="logits")
 
 
 def _run(
@@ -192,9 +192,14 @@ def _run(
     )
     model = K3(program.cfg, program.parallel, program.dtype)
     tokens = _resolve_tokens(fields, buffer)
-    result: Any = model.apply({"params": params}, tokens, pool[0], meta, layout)
-    hidden, loc_pool = result
+    hidden, loc_pool = _apply(model, params, tokens, pool[0], meta, layout)
     return _Run(model, params, hidden, loc_pool[None], meta)
+
+
+def _apply(model: K3, params: Params, *args: Any, method: str | None = None) -> Any:
+    """Call the model. Scopes in a profile are the model's own, without Flax's module names."""
+    with nn.override_named_call(False):
+        return model.apply({"params": params}, *args, method=method)
 
 
 def _jit(

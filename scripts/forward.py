@@ -38,19 +38,13 @@ def main() -> int:
             print(notice, file=sys.stderr)
         # These import jax, so they follow the choice of devices.
         from serving.build import load_model
-        from serving.score import Scorer
+        from serving.score import score
 
         engine = EngineConfig(
             dtype=args.dtype, max_rows=1, max_prefill_rows=1, max_context_tokens=max(1, tokens.size)
         )
         loaded = load_model(args.model, engine, parallel, unit_tokens=16)
-        scorer = Scorer(
-            loaded,
-            max_tokens=tokens.size,
-            max_step_tokens=max(1, min(args.chunk or tokens.size, tokens.size - args.decode)),
-            with_decode=args.decode > 0,
-        )
-        logits = scorer.score(tokens, chunk=args.chunk, num_decode=args.decode)
+        logits = score(loaded, tokens, chunk=args.chunk, num_decode=args.decode)
     except (ValueError, OSError) as error:
         print(f"forward.py: {error}", file=sys.stderr)
         return 2

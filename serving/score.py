@@ -16,6 +16,25 @@ from k3jax.step import scoring_step
 from serving.build import LoadedModel
 
 
+def score(
+    loaded: LoadedModel,
+    tokens: Int32[np.ndarray, " T"],
+    *,
+    chunk: int | None = None,
+    num_decode: int = 0,
+) -> Float32[np.ndarray, "T V"]:
+    """Logits after each token of a single sequence; see `Scorer.score`."""
+    _check_tokens(tokens, loaded.cfg.vocab_size)
+    steps = list(_cut(len(tokens), chunk, num_decode))
+    scorer = Scorer(
+        loaded,
+        max_tokens=len(tokens),
+        max_step_tokens=max(end - start for _, start, end in steps),
+        with_decode=num_decode > 0,
+    )
+    return scorer.score(tokens, chunk=chunk, num_decode=num_decode)
+
+
 class Scorer:
     """Scores sequences one after another; compiled once.
 
@@ -97,8 +116,7 @@ def _cut(num_tokens: int, chunk: int | None, num_decode: int) -> Iterator[tuple[
     if not 0 <= num_decode < num_tokens:
         raise ConfigError(
             f"decode is out of range: got {num_decode}; expected 0..{num_tokens - 1}, since at "
-            "least "
-            f"one token must be prefilled"
+            "least one token must be prefilled"
         )
     prefill = num_tokens - num_decode
     for start in range(0, prefill, chunk or prefill):
