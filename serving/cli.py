@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import os
 import secrets
 import signal
@@ -168,6 +169,9 @@ def start_model(setup: Setup, on_failure: OnFailure) -> Served:
     built = build_executor(
         loaded, num_pages=num_pages, on_compiled=_compile_reporter(len(limits.buckets))
     )
+    # What the start-up made stays: collecting garbage need not look at it again.
+    gc.collect()
+    gc.freeze()
     engine = Engine(built.executor, limits, table, on_failure=on_failure)
     return Served(engine=engine, limits=limits, page_tokens=loaded.geometry.page_tokens)
 
