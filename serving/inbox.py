@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from serving.page_table import KeyChain
 from serving.plan import Output
 from serving.request import Request
 
@@ -20,11 +21,13 @@ OnOutput = Callable[[Output], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request; `accepted` tells its sender the engine's decision."""
+    """A new request with the prefix keys of its prompt; `accepted` tells its sender the engine's
+    decision."""
 
     request: Request
     on_output: OnOutput
     accepted: Future[None]
+    chain: KeyChain
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +52,13 @@ class Resume:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Flush:
+    """Forget all prefixes; `flushed` fails with `InUse` while a request holds pages."""
+
+    flushed: Future[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Drain:
     """Refuse new requests; `drained` is done when the open ones have ended."""
 
@@ -60,7 +70,7 @@ class Stop:
     """End everything."""
 
 
-Event = Submit | Abort | Pause | Resume | Drain | Stop
+Event = Submit | Abort | Pause | Resume | Flush | Drain | Stop
 
 
 class Inbox:

@@ -19,6 +19,42 @@ from serving.request import RequestError, SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class PageCopy(NamedTuple):
+    """Make the first `num_tokens` entries of attention page `target` those of `source`, in every
+    layer position, bit by bit. The rest of `target` is left as it is."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class StateExport(NamedTuple):
+    """Store the recurrent state at a position strictly inside a row's chunk.
+
+    Attributes:
+      position: tokens of the request that the state summarizes; `start < position < start +
+        length`.
+      pages: where it goes, one a recurrent group.
+    """
+
+    position: int
+    pages: tuple[int, ...]
+
+
+class Admission(NamedTuple):
+    """A request that a step admitted.
+
+    Attributes:
+      hit_tokens: reused tokens of the prefix; the request's first row starts there.
+      junction: longest hit of one kind of layer alone, if that is longer; else 0
+        (cache-semantics.md section 4).
+    """
+
+    request_id: str
+    hit_tokens: int
+    junction: int
+
+
 class RowPlan(NamedTuple):
     """One request's part of a step.
 
@@ -32,8 +68,13 @@ class RowPlan(NamedTuple):
       attention_pages: page of each `page_tokens` positions from 0; covers at least `start + length`
         tokens.
       state_source, state_target: pages of the KDA state before and after the step, one a recurrent
-        group, in the order of `CacheSpec.recurrent_groups`.
+        group, in the order of `CacheSpec.recurrent_groups`. Source pages that differ from the
+        target are only read.
       samples: whether the row's last token yields a new one.
+      export: a state inside the chunk to keep as well.
+      num_drafts: of the `length` tokens, how many are drafts that come last.
+      draft_states: pages of the state after each draft; `state_target` then holds the state before
+        the drafts.
     """
 
     request_id: str
@@ -46,6 +87,9 @@ class RowPlan(NamedTuple):
     state_target: tuple[int, ...]
     samples: bool
     sampling: SamplingParams
+    export: StateExport | None = None
+    num_drafts: int = 0
+    draft_states: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +101,17 @@ class StepPlan:
       rows: at most `bucket.rows`.
       clear_pages: pages to set to zero, in every layer position, before anything else in the step.
         No page occurs twice.
+      copies: executed after the clearing and before the forward pass. No page is the target of two
+        copies, or both source and target.
+      admitted: requests whose first row this is, in order.
     """
 
     step_id: int
     bucket: Bucket
     rows: tuple[RowPlan, ...]
     clear_pages: tuple[int, ...]
+    copies: tuple[PageCopy, ...] = ()
+    admitted: tuple[Admission, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,11 +121,14 @@ class StepResult:
     Attributes:
       tokens: int32 `[S]`; means something only for rows that sample.
       finite: bool `[S]`; false where the logits that a sampling row drew from hold NaN or Inf.
+      accepted: drafts that the target model took, for each row, in front of its sampled token;
+        empty if no row has drafts.
     """
 
     step_id: int
     tokens: Int32[np.ndarray, " S"]
     finite: Bool[np.ndarray, " S"]
+    accepted: tuple[tuple[int, ...], ...] = ()
 
 
 class Output(NamedTuple):
@@ -87,6 +139,7 @@ class Output(NamedTuple):
         last.
       prompt_tokens: of the whole prompt.
       completion_tokens: generated so far, `token_ids` included.
+      cached_tokens: of the prompt, how many were reused when the request was first admitted.
       finish_reason: None while the request goes on. The last output of a request, and only that,
         has one.
       matched_token_id: the token that ended the request, when `finish_reason` is `stop`.
@@ -100,3 +153,4 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None = None
     matched_token_id: int | None = None
     error: RequestError | None = None
+    cached_tokens: int = 0

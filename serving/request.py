@@ -93,12 +93,16 @@ class Request:
       request_id: unique among live requests.
       prompt: token ids.
       eos_token_ids: the model's end ids; `sampling.ignore_eos` suppresses them.
+      cache_salt: requests reuse each other's prefixes only if their salts are equal.
+      priority: smaller is more important; ignored unless the scheduler goes by priority.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...]
+    cache_salt: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not self.request_id:

@@ -9,14 +9,16 @@ equals `solo_tokens` only if its cache was right at every step.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from k3jax.config import EngineConfig
 from serving import scheduler
-from serving.page_table import PageGeometry, empty_table
+from serving.page_table import CachePolicy, PageGeometry, empty_table
 from serving.plan import Output, RowPlan, StepPlan, StepResult
 from serving.request import Request, RequestError, SamplingParams
 from serving.scheduler import Limits
@@ -49,15 +51,16 @@ def fake_limits(
     max_prefill_rows: int = 2,
     max_waiting: int = 100,
     max_waiting_tokens: int = 1000,
+    **policies: Any,
 ) -> Limits:
-    """Limits of a small server."""
+    """Limits of a small server; `policies` are further fields of `Limits`."""
     engine = EngineConfig(
         max_rows=max_rows,
         max_context_tokens=max_context_tokens,
         max_prefill_tokens=max_prefill_tokens,
         max_prefill_rows=max_prefill_rows,
     )
-    return scheduler.make_limits(
+    limits = scheduler.make_limits(
         engine,
         geometry,
         num_pages=num_pages,
@@ -65,6 +68,7 @@ def fake_limits(
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
     )
+    return dataclasses.replace(limits, **policies)
 
 
 def fake_request(
@@ -75,6 +79,8 @@ def fake_request(
     seed: int = 0,
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
+    cache_salt: str = "",
+    priority: int = 0,
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -83,6 +89,8 @@ def fake_request(
             seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
         ),
         eos_token_ids=(EOS,),
+        cache_salt=cache_salt,
+        priority=priority,
     )
 
 
@@ -156,6 +164,9 @@ class FakeExecutor:
         self.plans.append(plan)
         for page in plan.clear_pages:
             self._pages[page] = {}
+        for source, target, num_tokens in plan.copies:
+            copied = self._pages[source]
+            self._pages[target] |= {offset: copied[offset] for offset in range(num_tokens)}
         # All rows read the token buffer of the step before.
         inputs = [self._row_tokens(row) for row in plan.rows]
         rows = [self._run_row(row, tokens) for row, tokens in zip(plan.rows, inputs, strict=True)]
@@ -185,9 +196,10 @@ class FakeExecutor:
 
     def _run_row(self, row: RowPlan, tokens: tuple[int, ...]) -> tuple[int, bool]:
         """Write one row's tokens to its pages; returns the sampled token and its finite flag."""
-        states = {self._pages[page].get("state", 0) for page in row.state_source}
+        states = {self._pages[page].get("state") if row.start else 0 for page in row.state_source}
         assert len(states) <= 1, f"{row.request_id}: its state pages differ"
         state = states.pop() if states else 0
+        assert state is not None, f"{row.request_id}: its state pages hold no state"
         for position, token in enumerate(tokens, start=row.start):
             cells = self._pages[row.attention_pages[position // self._page_tokens]]
             offset = position % self._page_tokens
@@ -195,9 +207,11 @@ class FakeExecutor:
             assert offset not in cells, f"{row.request_id}: position {position} is not clean"
             cells[offset] = token
             state = _advance(state, token)
+            if row.export is not None and position + 1 == row.export.position:
+                for page in row.export.pages:
+                    self._pages[page] = {"state": state}
         for page in row.state_target:
-            assert self._pages[page].keys() <= {"state"}, "a state page holds tokens"
-            self._pages[page]["state"] = state
+            self._pages[page] = {"state": state}
         if not row.samples:
             return -1, True
         end = row.start + row.length
@@ -219,15 +233,25 @@ class FakeExecutor:
 class SchedulerDriver:
     """Runs scheduler operations on a fake device, checking the invariants after each.
 
+    Args:
+      policy: of the prefix cache; default is to reuse nothing.
+
     Attributes:
       state: the scheduler's.
       outputs: of each request since its last submission, in order.
     """
 
-    def __init__(self, limits: Limits, executor: FakeExecutor, geometry: PageGeometry, pages: int):
+    def __init__(
+        self,
+        limits: Limits,
+        executor: FakeExecutor,
+        geometry: PageGeometry,
+        pages: int,
+        policy: CachePolicy | None = None,
+    ):
         self.limits = limits
         self.executor = executor
-        self.state = scheduler.initial_state(empty_table(geometry, pages), limits)
+        self.state = scheduler.initial_state(empty_table(geometry, pages, policy), limits)
         self.outputs: dict[str, list[Output]] = {}
         self.paused: set[str] = set()
 
@@ -299,7 +323,8 @@ def make_driver(
     max_rows: int = 4,
     scripted: Mapping[tuple[str, int], int] | None = None,
     not_finite: Collection[tuple[str, int]] = (),
-    **limits: int,
+    policy: CachePolicy | None = None,
+    **limits: Any,
 ) -> SchedulerDriver:
     """A driver of a small server; `limits` are those of `fake_limits`."""
     geometry = fake_geometry(page_tokens=page_tokens, num_state_pages=num_state_pages)
@@ -311,7 +336,7 @@ def make_driver(
         not_finite=not_finite,
     )
     bounds = fake_limits(geometry, num_pages=num_pages, max_rows=max_rows, **limits)
-    return SchedulerDriver(bounds, executor, geometry, num_pages)
+    return SchedulerDriver(bounds, executor, geometry, num_pages, policy)
 
 
 def _check_plan(plan: StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""The page table: page size, and which request owns which page."""
+"""The page table: page size, which request owns which page, and what can be reused."""
 
 from serving.page_table.alignment import (
     Capacity,
@@ -10,38 +10,99 @@ from serving.page_table.alignment import (
     pages_in,
     report,
 )
+from serving.page_table.keys import KeyChain, chain_of, extend_chain, unit_keys
+from serving.page_table.lifecycle import (
+    Chunk,
+    Clear,
+    Copy,
+    Effect,
+    InUse,
+    admit,
+    commit_step,
+    evict,
+    extend,
+    publish,
+    release,
+    reset,
+    settle,
+    shed,
+)
+from serving.page_table.policy import (
+    CachePolicy,
+    boundary_below,
+    export_position,
+)
+from serving.page_table.prefix import MISS, Hit, Probe, lookup, probe
+from serving.page_table.states import Move
 from serving.page_table.table import (
     NULL_PAGE,
     Allocation,
-    Clear,
-    Effect,
     OutOfPages,
     PageTable,
-    admit,
     check,
     empty_table,
-    extend,
-    release,
+    entries,
+    held,
+)
+from serving.page_table.tickets import Ticket
+from serving.page_table.transfer import (
+    NotReceivable,
+    accept,
+    advertise,
+    expire,
+    fail_transfer,
+    receive,
 )
 
 __all__ = [
+    "MISS",
     "NULL_PAGE",
     "Allocation",
+    "CachePolicy",
     "Capacity",
+    "Chunk",
     "Clear",
+    "Copy",
     "Effect",
+    "Hit",
+    "InUse",
+    "KeyChain",
     "LcmPage",
+    "Move",
+    "NotReceivable",
     "OutOfPages",
     "PageGeometry",
     "PageTable",
+    "Probe",
+    "Ticket",
+    "accept",
     "admit",
+    "advertise",
     "align",
+    "boundary_below",
     "capacity",
+    "chain_of",
     "check",
+    "commit_step",
     "empty_table",
+    "entries",
+    "evict",
+    "expire",
+    "export_position",
     "extend",
+    "extend_chain",
+    "fail_transfer",
+    "held",
     "lcm_page",
+    "lookup",
     "pages_in",
+    "probe",
+    "publish",
+    "receive",
     "release",
     "report",
+    "reset",
+    "settle",
+    "shed",
+    "unit_keys",
 ]

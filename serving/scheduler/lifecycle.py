@@ -4,15 +4,31 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+from serving import page_table
+from serving.page_table import KeyChain, PageTable, chain_of, extend_chain
 from serving.plan import FinishReason, Output, StepResult
 from serving.request import InvariantError, Request, RequestError
 from serving.scheduler.limits import Limits
 from serving.scheduler.state import Running, SchedulerState, Waiting, stop_running
+from serving.scheduler.token_log import TokenLog
 
 
-def submit(state: SchedulerState, limits: Limits, request: Request) -> SchedulerState:
+def chain_of_prompt(table: PageTable, request: Request) -> KeyChain:
+    """Prefix keys of a prompt. Long prompts take milliseconds, so this may be done beforehand."""
+    policy = table.policy
+    chain = chain_of(request.cache_salt, policy.unit_tokens, policy.hash_lookahead_tokens)
+    return extend_chain(chain, request.prompt) if policy.enabled else chain
+
+
+def submit(
+    state: SchedulerState, limits: Limits, request: Request, *, chain: KeyChain | None = None
+) -> SchedulerState:
     """Put a request that passed `check_request` at the end of the queue.
+
+    Args:
+      chain: of `chain_of_prompt`; made here if it is not given.
 
     Raises:
       RequestError: ALREADY_EXISTS, the id is live (KF-V01); RESOURCE_EXHAUSTED, the queue is full,
@@ -42,7 +58,14 @@ def submit(state: SchedulerState, limits: Limits, request: Request) -> Scheduler
             f"{len(request.prompt)}; expected at most {limits.max_waiting_tokens} together; retry "
             "later",
         )
-    return dataclasses.replace(state, waiting=(*state.waiting, Waiting(request=request)))
+    entry = Waiting(
+        request=request,
+        chain=chain or chain_of_prompt(state.table, request),
+        arrival=state.num_arrivals,
+    )
+    return dataclasses.replace(
+        state, waiting=(*state.waiting, entry), num_arrivals=state.num_arrivals + 1
+    )
 
 
 def abort(
@@ -71,6 +94,7 @@ def abort(
         prompt_tokens=len(live.request.prompt),
         completion_tokens=live.output.num_tokens,
         error=error,
+        cached_tokens=live.cached_tokens or 0,
     )
 
 
@@ -98,45 +122,70 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
             f"{len(result.tokens)} tokens and {len(result.finite)} flags; expected "
             f"{len(step.rows)}"
         )
+    table = page_table.commit_step(state.table, step.step_id)
+    unit_tokens = table.policy.unit_tokens
+    is_looking_ahead = table.policy.hash_lookahead_tokens > 0
     running = dict(state.running)
     outputs: list[Output] = []
     tokens, finite = result.tokens.tolist(), result.finite.tolist()
-    for planned, token, is_finite in zip(step.rows, tokens, finite, strict=True):
+    accepted = result.accepted or itertools.repeat(())
+    for planned, token, is_finite, drafts in zip(step.rows, tokens, finite, accepted, strict=False):
         request_id = planned.request_id
         computed = step.live.get(request_id)
         if computed is None:
             continue
-        request, output, slot, prefill_end, _ = running[request_id]
+        request, output, slot, prefill_end, _, chain, arrival, cached_tokens = running[request_id]
         if planned.samples:
             if is_finite:
-                output = output.append(token)
-                outputs.append(_token_output(request, token, computed))
+                computed += len(drafts)
+                output, news = _take_tokens(request, output, (*drafts, token), cached_tokens)
+                outputs.append(news)
             else:
                 outputs.append(_not_finite_output(running[request_id]))
-        running[request_id] = Running(request, output, slot, prefill_end, computed)
-    state = dataclasses.replace(state, running=running, in_flight=tuple(later))
+        row = Running(request, output, slot, prefill_end, computed, chain, arrival, cached_tokens)
+        running[request_id] = row
+        # Keys change at the end of a unit only; a token is known one step before it is computed.
+        if drafts or is_looking_ahead or (computed + 1) % unit_tokens <= 1:
+            running[request_id], table = _publish(row, table)
+    state = dataclasses.replace(state, table=table, running=running, in_flight=tuple(later))
     for news in outputs:
         if news.finish_reason is not None:
-            state = stop_running(state, news.request_id)
+            state = stop_running(state, news.request_id, is_tainted=news.finish_reason == "error")
     return state, tuple(outputs)
 
 
-def _token_output(request: Request, token: int, computed: int) -> Output:
-    """News of the token that follows `computed` tokens in the cache."""
-    prompt_tokens = len(request.prompt)
-    completion_tokens = computed + 1 - prompt_tokens
+def _publish(row: Running, table: PageTable) -> tuple[Running, PageTable]:
+    """Make reusable what a row's tokens gave a key to only after its step was planned."""
+    chain, request_id = row.chain, row.request.request_id
+    if not table.policy.enabled:
+        return row, table
+    if row.known >= chain.next_at:
+        chain = extend_chain(chain, row.tokens(chain.num_tokens, row.known))
+        row = row._replace(chain=chain)
+    if min(row.computed, chain.num_tokens) > table.owners[request_id].keyed_tokens:
+        table = page_table.publish(table, request_id, row.computed, chain.keys)
+    return row, table
+
+
+def _take_tokens(
+    request: Request, output: TokenLog, tokens: tuple[int, ...], cached_tokens: int
+) -> tuple[TokenLog, Output]:
+    """Append sampled tokens to a request, as far as it goes on."""
+    max_tokens, total = request.sampling.max_tokens, output.num_tokens
     reason: FinishReason | None = None
-    if request.ends_with(token):
-        reason = "stop"
-    elif completion_tokens >= request.sampling.max_tokens:
-        reason = "length"
-    return Output(
-        request_id=request.request_id,
-        token_ids=(token,),
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        finish_reason=reason,
-        matched_token_id=token if reason == "stop" else None,
+    for count, token in enumerate(tokens, start=1):
+        output = output.append(token)
+        total += 1
+        if request.ends_with(token):
+            reason = "stop"
+        elif total >= max_tokens:
+            reason = "length"
+        if reason is not None:
+            tokens = tokens[:count]
+            break
+    matched = tokens[-1] if reason == "stop" else None
+    return output, Output(
+        request.request_id, tokens, len(request.prompt), total, reason, matched, None, cached_tokens
     )
 
 
@@ -154,6 +203,7 @@ def _not_finite_output(row: Running) -> Output:
             f"the model's logits are not finite at position {position}; expected finite numbers; "
             "other requests are unaffected",
         ),
+        cached_tokens=row.cached_tokens,
     )
 
 

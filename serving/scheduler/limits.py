@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
 from k3jax.buckets import Bucket, bucket_table
 from k3jax.config import ConfigError, EngineConfig
@@ -23,6 +24,16 @@ class Limits:
       max_waiting, max_waiting_tokens: requests that wait for a row, and the tokens they bring.
       buckets: shapes of the compiled programs; every step fits one.
       vocab_size: token ids are below it.
+      batching: `alternate`: a step has one kind of row, and the kinds take turns; `mixed`: both
+        share a step of `max_prefill_tokens`.
+      long_prefill_cap_tokens: of one request's chunk while there are others; 0 means no cap.
+      reserve_full_prompt: admit a request only if all that it knows fits.
+      reserve_running: and only beside what the running requests need next.
+      watermark_pages: pages left free when a request is admitted beside others.
+      by_priority: the smallest `Request.priority` first; else first come, first served.
+      preempts_itself: a request that finds no page, and nobody to take it from, goes back to the
+        queue; else it waits with the pages that it has.
+      num_drafts: draft tokens of a decoding row and step.
 
     Raises:
       ConfigError: values that exclude each other, all at once.
@@ -37,6 +48,14 @@ class Limits:
     max_waiting_tokens: int
     buckets: tuple[Bucket, ...]
     vocab_size: int
+    batching: Literal["alternate", "mixed"] = "alternate"
+    long_prefill_cap_tokens: int = 0
+    reserve_full_prompt: bool = True
+    reserve_running: bool = True
+    watermark_pages: int = 0
+    by_priority: bool = False
+    preempts_itself: bool = False
+    num_drafts: int = 0
 
     def __post_init__(self) -> None:
         problems = _check_limits(self)
@@ -135,6 +154,9 @@ def _check_limits(limits: Limits) -> list[str]:
         # Otherwise a prompt that fits the context could be refused for ever.
         "max_waiting_tokens": limits.max_context_tokens,
         "vocab_size": 1,
+        "long_prefill_cap_tokens": 0,
+        "watermark_pages": 0,
+        "num_drafts": 0,
     }
     problems = [
         f"{name} is out of range: got {getattr(limits, name)}; expected >= {least}"

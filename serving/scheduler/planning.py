@@ -1,41 +1,60 @@
-"""Decide the next step: pure, deterministic, and always on behalf of the oldest request first.
+"""Decide the next step: pure, deterministic, and always on behalf of the most important request
+first, which is the oldest unless requests have priorities.
 
-A step has one kind. When both kinds have work they alternate, so a long prefill never stops the
-decodes. The oldest running request can always go on: it may take the pages of every younger one,
-and alone it fits (`check_request`). A younger one that finds no page keeps what it has and waits.
-So there is no cycle without progress (KF-C15, KF-C16).
+Unless rows are mixed, a step has one kind; when both kinds have work they alternate, so a long
+prefill never stops the decodes. The first running request can always go on: it may take the pages
+of every later one, and alone it fits (`check_request`). So there is no cycle without progress
+(KF-C15, KF-C16).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from k3jax import buckets
 from k3jax.buckets import Kind
 from serving import page_table
-from serving.page_table import Allocation, Effect
-from serving.plan import RowPlan, StepPlan
+from serving.page_table import MISS, Allocation, Chunk, Effect, Hit, Move, OutOfPages
+from serving.plan import Admission, PageCopy, RowPlan, StateExport, StepPlan
 from serving.scheduler.chunking import chunk_end
 from serving.scheduler.limits import Limits
-from serving.scheduler.room import extend_running, has_room, reclaim_paused
+from serving.scheduler.room import extend_running, num_promised, reclaim_paused
 from serving.scheduler.state import (
     InFlight,
     Running,
     SchedulerState,
     Waiting,
+    in_order,
     planned_ends,
 )
 
 NO_REQUESTS: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Rows:
-    """Part of a step: rows, and what must happen to their pages first."""
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    """A step in the making. Mutable, and never leaves `plan`.
 
-    rows: tuple[RowPlan, ...] = ()
-    effects: tuple[Effect, ...] = ()
+    Attributes:
+      kind: of the rows it may take; None for both.
+      budget: tokens left.
+      max_rows: rows left.
+    """
+
+    kind: Kind | None
+    budget: int
+    max_rows: int
+    rows: list[RowPlan] = dataclasses.field(default_factory=list[RowPlan])
+    effects: list[Effect] = dataclasses.field(default_factory=list[Effect])
+    admitted: list[Admission] = dataclasses.field(default_factory=list[Admission])
+
+    def add(self, row: RowPlan, effects: tuple[Effect, ...] = ()) -> None:
+        self.rows.append(row)
+        if effects:
+            self.effects += effects
+        self.budget -= row.length
+        self.max_rows -= 1
 
 
 def plan(
@@ -50,120 +69,157 @@ def plan(
     Returns:
       The state with the step in flight, and the step, or None if no request can go on now.
     """
-    order: tuple[Kind, Kind] = (
-        ("prefill", "decode") if state.last_kind == "decode" else ("decode", "prefill")
-    )
-    for kind in order:
-        if kind == "prefill":
-            state, part = _plan_prefill(state, limits, paused)
-        else:
-            state, part = _plan_decode(state, paused)
-        if part.rows:
-            return _launch(state, limits, kind, part)
+    for draft in _drafts(state, limits):
+        num_preemptions = state.num_preemptions
+        state = _plan_running(state, limits, paused, draft)
+        if draft.kind != "decode" and state.num_preemptions == num_preemptions:
+            state = _admit(state, limits, paused, draft)
+        if draft.rows:
+            return _launch(state, limits, draft)
     return state, None
 
 
-def _plan_decode(state: SchedulerState, paused: Set[str]) -> tuple[SchedulerState, _Rows]:
-    """One token for every running request that has finished its prefill."""
-    rows: list[RowPlan] = []
-    effects: list[Effect] = []
-    page_tokens = state.table.geometry.page_tokens
-    ends = planned_ends(state)
-    for request_id, row in state.running.items():
-        if request_id in paused or request_id not in state.running:
-            continue  # the latter: an older row has just preempted it
-        start = ends.get(request_id, row.computed)
-        if start < row.prefill_end or start >= row.request.max_cached_tokens:
-            continue
-        allocation = state.table.owners[request_id]
-        if start >= len(allocation.attention) * page_tokens:
-            extended = extend_running(state, request_id, start + 1, paused)
-            if extended is None:
-                continue
-            state = extended.state
-            effects += extended.effects
-            allocation = state.table.owners[request_id]
-        rows.append(_row_plan(row, allocation, start, start + 1, tokens=None))
-    return state, _Rows(tuple(rows), tuple(effects))
+def _drafts(state: SchedulerState, limits: Limits) -> tuple[_Draft, ...]:
+    """Steps to try, in order."""
+    if limits.batching == "mixed":
+        return (_Draft(None, limits.max_prefill_tokens, limits.max_rows),)
+    prefill = _Draft("prefill", limits.max_prefill_tokens, limits.max_prefill_rows)
+    decode = _Draft("decode", limits.max_rows * (1 + limits.num_drafts), limits.max_rows)
+    return (prefill, decode) if state.last_kind == "decode" else (decode, prefill)
 
 
-def _plan_prefill(
-    state: SchedulerState, limits: Limits, paused: Set[str]
-) -> tuple[SchedulerState, _Rows]:
-    """Next chunks of running requests, then first chunks of waiting ones, within the budget."""
-    rows: list[RowPlan] = []
-    effects: list[Effect] = []
-    budget = limits.max_prefill_tokens
+def _plan_running(
+    state: SchedulerState, limits: Limits, paused: Set[str], draft: _Draft
+) -> SchedulerState:
+    """Next chunks and tokens of the running requests."""
     ends = planned_ends(state)
-    for request_id, row in state.running.items():
-        if row.computed >= row.prefill_end or request_id in paused:
-            continue
-        if request_id not in state.running:
-            continue  # an older row has just preempted it
-        if len(rows) == limits.max_prefill_rows:
+    cap = _chunk_cap(state, limits)
+    owners, num_drafts, kind = state.table.owners, limits.num_drafts, draft.kind
+    for request_id, row in in_order(state.running, limits):
+        if not draft.budget or not draft.max_rows:
             break
+        if request_id in paused or request_id not in state.running:
+            continue  # the latter: a more important row has just preempted it
         start = ends.get(request_id, row.computed)
-        if start >= row.prefill_end:
-            continue
-        end = _chunk_end(state, limits, start, row.prefill_end, budget)
-        if end == start:
-            continue
-        extended = extend_running(state, request_id, end, paused)
-        if extended is None:
-            continue
-        state = extended.state
-        effects += extended.effects
-        allocation = state.table.owners[request_id]
-        rows.append(_row_plan(row, allocation, start, end, tokens=row.tokens(start, end)))
-        budget -= end - start
-    state, admitted = _admit(state, limits, paused, budget, limits.max_prefill_rows - len(rows))
-    return state, _Rows((*rows, *admitted.rows), (*effects, *admitted.effects))
+        if start < row.prefill_end:
+            if kind == "decode":
+                continue
+            junction = owners[request_id].junction
+            end = _chunk_end(state, limits, row, start, junction, draft.budget, cap)
+            if end == start:
+                continue
+        else:
+            if kind == "prefill" or start >= row.request.max_cached_tokens:
+                continue
+            if not num_drafts:
+                allocation = owners[request_id]
+                if start < allocation.quiet_until:  # by far the most steps
+                    draft.add(_quiet_row(row, allocation, start))
+                    continue
+            elif request_id in ends:
+                continue  # what was accepted decides where it goes on
+            end = start + min(1 + num_drafts, draft.budget)
+        chunk = _chunk(state, row, start, end)
+        state, effects = extend_running(state, limits, request_id, chunk, paused)
+        owners = state.table.owners
+        if effects is not None:
+            draft.add(_row_plan(row, owners[request_id], chunk, effects), effects)
+    return state
 
 
 def _admit(
-    state: SchedulerState, limits: Limits, paused: Set[str], budget: int, max_rows: int
-) -> tuple[SchedulerState, _Rows]:
+    state: SchedulerState, limits: Limits, paused: Set[str], draft: _Draft
+) -> SchedulerState:
     """First chunks of waiting requests, in order.
 
     A request gets pages for its first chunk, but only once all that it knows fits beside what the
-    running ones need
-    next: otherwise it would be preempted, or preempt others, before it gives a token.
+    running ones need next: otherwise it would be preempted, or preempt others, before it gives a
+    token. One that would reuse what a step in flight computes waits for that step.
     """
-    rows: list[RowPlan] = []
-    effects: list[Effect] = []
-    geometry = state.table.geometry
-    for entry in state.waiting:
-        request_id, num_tokens = entry.request.request_id, entry.num_tokens
-        if len(rows) == max_rows:
+    cap = _chunk_cap(state, limits)
+    for entry in _waiting_in_order(state, limits):
+        if not draft.budget or not draft.max_rows:
             break
+        request_id = entry.request.request_id
         if request_id in paused:
             continue
-        end = _chunk_end(state, limits, 0, num_tokens, budget)
-        if end == 0:
+        hit = page_table.lookup(state.table, entry.chain.keys, entry.num_tokens - 1)
+        if not hit.is_ready:
             break
-        needed = geometry.request_pages(num_tokens)
-        state = reclaim_paused(state, limits, paused, needed)
-        if not has_room(state, limits, paused, needed):
+        state = reclaim_paused(state, limits, paused, entry)
+        if len(state.running) >= limits.max_rows:
             break
-        table, cleared = page_table.admit(state.table, request_id, end)
-        row = Running(
-            request=entry.request,
-            output=entry.output,
-            slot=_free_slot(state, limits),
-            prefill_end=num_tokens,
-            computed=0,
+        admitted = _try_admit(state, limits, paused, entry, hit, draft.budget, cap)
+        if admitted is None and not state.running and hit.tokens:
+            # What it would reuse is in its own way: it fits only if nothing is kept.
+            hit = MISS
+            admitted = _try_admit(state, limits, paused, entry, hit, draft.budget, cap)
+        if admitted is None:
+            break
+        state, row, effects = admitted
+        draft.add(row, effects)
+        draft.admitted.append(Admission(request_id, hit.tokens, hit.junction))
+    return state
+
+
+def _try_admit(
+    state: SchedulerState,
+    limits: Limits,
+    paused: Set[str],
+    entry: Waiting,
+    hit: Hit,
+    budget: int,
+    cap: int,
+) -> tuple[SchedulerState, RowPlan, tuple[Effect, ...]] | None:
+    """Admit one request with a hit; None if there is no room for it now."""
+    request = entry.request
+    known = entry.num_tokens
+    row = Running(
+        request=request,
+        output=entry.output,
+        slot=_free_slot(state, limits),
+        prefill_end=known,
+        computed=hit.tokens,
+        chain=entry.chain,
+        arrival=entry.arrival,
+        cached_tokens=hit.tokens if entry.cached_tokens is None else entry.cached_tokens,
+    )
+    end = _chunk_end(state, limits, row, hit.tokens, hit.junction, budget, cap)
+    if end == hit.tokens:
+        return None
+    chunk = _chunk(state, row, hit.tokens, end)
+    num_spare = limits.watermark_pages if state.running else 0
+    if limits.reserve_running:
+        num_spare += num_promised(state, paused)
+    try:
+        table, effects = page_table.admit(
+            state.table,
+            request.request_id,
+            hit,
+            chunk,
+            prompt_tokens=len(request.prompt),
+            room_for=known if limits.reserve_full_prompt else 0,
+            num_spare=num_spare,
         )
-        state = dataclasses.replace(
-            state,
-            table=table,
-            waiting=_without(state.waiting, request_id),
-            running={**state.running, request_id: row},
-        )
-        effects += cleared
-        allocation = state.table.owners[request_id]
-        rows.append(_row_plan(row, allocation, 0, end, tokens=row.tokens(0, end)))
-        budget -= end
-    return state, _Rows(tuple(rows), tuple(effects))
+    except OutOfPages:
+        return None
+    stats = state.stats
+    if entry.cached_tokens is None:
+        stats = stats.with_hit(hit, known, table.geometry.page_tokens)
+    state = dataclasses.replace(
+        state,
+        table=table,
+        waiting=tuple(other for other in state.waiting if other is not entry),
+        running={**state.running, request.request_id: row},
+        stats=stats,
+    )
+    return state, _row_plan(row, table.owners[request.request_id], chunk, effects), effects
+
+
+def _waiting_in_order(state: SchedulerState, limits: Limits) -> tuple[Waiting, ...]:
+    if not limits.by_priority:
+        return state.waiting
+    return tuple(sorted(state.waiting, key=lambda one: (one.request.priority, one.arrival)))
 
 
 def _free_slot(state: SchedulerState, limits: Limits) -> int:
@@ -172,64 +228,119 @@ def _free_slot(state: SchedulerState, limits: Limits) -> int:
     return next(slot for slot in range(limits.max_rows) if slot not in used)
 
 
-def _chunk_end(state: SchedulerState, limits: Limits, start: int, end: int, budget: int) -> int:
-    return chunk_end(
-        start,
-        end,
-        budget_tokens=budget,
-        max_budget_tokens=limits.max_prefill_tokens,
-        page_tokens=state.table.geometry.page_tokens,
+def _chunk_cap(state: SchedulerState, limits: Limits) -> int:
+    """Tokens of one request's chunk at most."""
+    cap = limits.long_prefill_cap_tokens
+    is_alone = len(state.running) + len(state.waiting) <= 1
+    return (
+        min(cap, limits.max_prefill_tokens) if cap and not is_alone else limits.max_prefill_tokens
     )
 
 
-def _row_plan(
-    row: Running, allocation: Allocation, start: int, end: int, *, tokens: tuple[int, ...] | None
-) -> RowPlan:
-    """Tokens `start` to `end` of one request; without `tokens`, its last token is on the device."""
-    request = row.request
-    return RowPlan(
-        request_id=request.request_id,
-        slot=row.slot,
+def _chunk_end(
+    state: SchedulerState,
+    limits: Limits,
+    row: Running,
+    start: int,
+    junction: int,
+    budget: int,
+    cap: int,
+) -> int:
+    widest = limits.long_prefill_cap_tokens or limits.max_prefill_tokens
+    return chunk_end(
+        start,
+        row.prefill_end,
+        prompt_tokens=len(row.request.prompt),
+        junction=junction,
+        budget_tokens=min(budget, cap),
+        max_budget_tokens=min(widest, limits.max_prefill_tokens),
+        page_tokens=state.table.geometry.page_tokens,
+        policy=state.table.policy,
+    )
+
+
+def _chunk(state: SchedulerState, row: Running, start: int, end: int) -> Chunk:
+    return Chunk(
+        step_id=state.next_step_id,
         start=start,
-        length=end - start,
-        tokens=tokens,
+        end=end,
+        prefill_end=row.split_end,
+        processed=row.computed,
+        known=row.known,
+        keys=row.chain.keys,
+        num_drafts=end - start - 1 if start >= row.prefill_end else 0,
+    )
+
+
+def _quiet_row(row: Running, allocation: Allocation, start: int) -> RowPlan:
+    """The next token of a request whose pages stay as they are."""
+    request, state = row.request, allocation.running_state
+    return RowPlan(
+        request.request_id, row.slot, start, 1, None, allocation.attention, state, state, True,
+        request.sampling,
+    )  # fmt: skip
+
+
+def _row_plan(
+    row: Running, allocation: Allocation, chunk: Chunk, effects: tuple[Effect, ...]
+) -> RowPlan:
+    """One chunk of a request. The token of a decoding row is on the device."""
+    move = next((effect for effect in effects if isinstance(effect, Move)), Move((), ()))
+    is_decode = chunk.start >= row.prefill_end
+    return RowPlan(
+        request_id=row.request.request_id,
+        slot=row.slot,
+        start=chunk.start,
+        length=chunk.end - chunk.start,
+        tokens=None if is_decode else row.tokens(chunk.start, chunk.end),
         attention_pages=allocation.attention,
-        state_source=allocation.states,
-        state_target=allocation.states,
-        samples=end >= row.prefill_end,
-        sampling=request.sampling,
+        state_source=move.source,
+        state_target=move.target,
+        samples=chunk.end >= row.prefill_end,
+        sampling=row.request.sampling,
+        export=StateExport(move.export_at, move.export) if move.export is not None else None,
+        num_drafts=chunk.num_drafts,
+        draft_states=move.draft_states,
     )
 
 
 def _launch(
-    state: SchedulerState, limits: Limits, kind: Kind, part: _Rows
+    state: SchedulerState, limits: Limits, draft: _Draft
 ) -> tuple[SchedulerState, StepPlan]:
     """Put a step in flight."""
+    num_tokens = sum(row.length for row in draft.rows)
+    kind = draft.kind or ("decode" if all(row.tokens is None for row in draft.rows) else "prefill")
     bucket = buckets.choose(
         limits.buckets,
         kind,
-        tokens=sum(row.length for row in part.rows),
-        rows=len(part.rows),
-        pages=max(len(row.attention_pages) for row in part.rows),
+        tokens=num_tokens,
+        rows=len(draft.rows),
+        pages=max(len(row.attention_pages) for row in draft.rows),
     )
+    clears = (effect.pages for effect in draft.effects if isinstance(effect, page_table.Clear))
     step = StepPlan(
         step_id=state.next_step_id,
         bucket=bucket,
-        rows=part.rows,
-        clear_pages=tuple(page for effect in part.effects for page in effect.pages),
+        rows=tuple(draft.rows),
+        clear_pages=tuple(page for pages in clears for page in pages),
+        copies=tuple(
+            PageCopy(*effect) for effect in draft.effects if isinstance(effect, page_table.Copy)
+        ),
+        admitted=tuple(draft.admitted),
     )
-    launched = InFlight(
-        step_id=step.step_id,
-        rows=step.rows,
-        live={row.request_id: row.start + row.length for row in step.rows},
-    )
+    live: Mapping[str, int] = {
+        row.request_id: row.start + row.length - row.num_drafts for row in step.rows
+    }
+    stats = state.stats
     return dataclasses.replace(
         state,
-        in_flight=(*state.in_flight, launched),
+        table=page_table.settle(state.table),
+        in_flight=(*state.in_flight, InFlight(step_id=step.step_id, rows=step.rows, live=live)),
         next_step_id=state.next_step_id + 1,
         last_kind=kind,
+        stats=stats._replace(
+            copied_pages=stats.copied_pages + len(step.copies),
+            cleared_pages=stats.cleared_pages + len(step.clear_pages),
+            padding_tokens=stats.padding_tokens + bucket.tokens - num_tokens,
+        ),
     ), step
-
-
-def _without(waiting: tuple[Waiting, ...], request_id: str) -> tuple[Waiting, ...]:
-    return tuple(entry for entry in waiting if entry.request.request_id != request_id)

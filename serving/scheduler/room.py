@@ -1,73 +1,71 @@
 """Find pages for requests, taking them from others where that is fair. Pure functions.
 
-Pages go to the oldest running request first: it may take those of every younger one, and those of
-paused ones. A new request takes nobody's pages, except when only paused requests are in its way.
+Pages go to the most important running request first: it may take those of every less important one,
+and those of paused ones. A new request takes nobody's pages, except when only paused requests are
+in its way.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 from serving import page_table
-from serving.page_table import Effect
+from serving.page_table import Chunk, Effect, OutOfPages
 from serving.scheduler.limits import Limits
-from serving.scheduler.state import SchedulerState, planned_ends, preempt
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Extended:
-    """A running request has its pages."""
-
-    state: SchedulerState
-    effects: tuple[Effect, ...]
+from serving.scheduler.state import SchedulerState, Waiting, in_order, planned_ends, preempt
 
 
 def extend_running(
-    state: SchedulerState, request_id: str, num_tokens: int, paused: Set[str]
-) -> Extended | None:
-    """Grow a running request, preempting others if it must.
+    state: SchedulerState, limits: Limits, request_id: str, chunk: Chunk, paused: Set[str]
+) -> tuple[SchedulerState, tuple[Effect, ...] | None]:
+    """Give a running request pages for its next chunk, preempting others if it must.
+
+    States that are only kept for later go first, then others' pages; at last the request overwrites
+    its own state, even if that was kept for reuse.
 
     Returns:
-      None if the request has to wait; nobody is preempted then.
+      The state and the effects; None if the request has to wait or was itself sent back to the
+      queue. Nobody else is preempted then.
     """
-    geometry = state.table.geometry
-    held = len(state.table.owners[request_id].attention)
-    victims = _victims(state, request_id, geometry.attention_pages(num_tokens) - held, paused)
-    if victims is None:
-        return None
+    for candidate in _with_fewer(state, limits, request_id, paused):
+        try:
+            table, effects = page_table.extend(candidate.table, request_id, chunk)
+        except OutOfPages:
+            continue
+        return dataclasses.replace(candidate, table=table), effects
+    if limits.preempts_itself and len(state.running) > 1:
+        return preempt(state, request_id), None
+    state = _shed(state)
+    try:
+        table, effects = page_table.extend(state.table, request_id, chunk, in_place=True)
+    except OutOfPages:
+        return state, None
+    return dataclasses.replace(state, table=table), effects
+
+
+def _with_fewer(
+    state: SchedulerState, limits: Limits, request_id: str, paused: Set[str]
+) -> Iterator[SchedulerState]:
+    """The state with ever more free pages: paused requests go first, then less important ones."""
+    yield state
+    state = _shed(state)
+    yield state
+    ids = [other for other, _ in in_order(state.running, limits)]
+    later = ids[ids.index(request_id) + 1 :]
+    victims = [other for other in ids if other in paused][::-1]
+    victims += [other for other in later if other not in paused][::-1]
     for victim in victims:
         state = preempt(state, victim)
-    table, effects = page_table.extend(state.table, request_id, num_tokens)
-    return Extended(dataclasses.replace(state, table=table), effects)
+        yield state
 
 
-def _victims(
-    state: SchedulerState, request_id: str, num_pages: int, paused: Set[str]
-) -> tuple[str, ...] | None:
-    """Whom to preempt so that `num_pages` are free: paused requests, then younger ones.
-
-    Returns:
-      As few as possible, the youngest of each kind first; None if even all are not enough.
-    """
-    free = state.table.num_free
-    if free >= num_pages:
-        return ()
-    ids = list(state.running)
-    younger = ids[ids.index(request_id) + 1 :]
-    candidates = [other for other in ids if other in paused][::-1]
-    candidates += [other for other in younger if other not in paused][::-1]
-    for count, other in enumerate(candidates, start=1):
-        free += len(state.table.owners[other].pages)
-        if free >= num_pages:
-            return tuple(candidates[:count])
-    return None
+def _shed(state: SchedulerState) -> SchedulerState:
+    return dataclasses.replace(state, table=page_table.shed(state.table))
 
 
-def has_room(state: SchedulerState, limits: Limits, paused: Set[str], num_pages: int) -> bool:
-    """Whether a row is free, and `num_pages` beside what the running requests need next."""
-    if len(state.running) >= limits.max_rows:
-        return False
+def num_promised(state: SchedulerState, paused: Set[str]) -> int:
+    """Pages that the running requests need next."""
     geometry, promised = state.table.geometry, 0
     ends = planned_ends(state)
     for request_id, row in state.running.items():
@@ -75,17 +73,18 @@ def has_room(state: SchedulerState, limits: Limits, paused: Set[str], num_pages:
             start = ends.get(request_id, row.computed)
             needed = geometry.attention_pages(max(row.prefill_end, start + 1))
             promised += max(0, needed - len(state.table.owners[request_id].attention))
-    return state.table.num_free - promised >= num_pages
+    return promised
 
 
 def reclaim_paused(
-    state: SchedulerState, limits: Limits, paused: Set[str], num_pages: int
+    state: SchedulerState, limits: Limits, paused: Set[str], entry: Waiting
 ) -> SchedulerState:
     """Preempt paused requests for a new one, but only when they alone hold the server up."""
+    needed = state.table.geometry.request_pages(entry.num_tokens)
     while (
         state.running
         and state.running.keys() <= paused
-        and not has_room(state, limits, paused, num_pages)
+        and (len(state.running) >= limits.max_rows or state.table.num_free < needed)
     ):
         state = preempt(state, list(state.running)[-1])
     return state

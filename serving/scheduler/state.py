@@ -7,16 +7,17 @@ part of a state is never written to again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from k3jax.buckets import Kind
 from k3jax.config import ConfigError
 from serving import page_table
-from serving.page_table import PageTable
+from serving.page_table import KeyChain, PageTable
 from serving.plan import RowPlan
 from serving.request import InvariantError, Request
 from serving.scheduler.limits import Limits
+from serving.scheduler.stats import CacheStats
 from serving.scheduler.token_log import EMPTY_LOG, TokenLog
 
 
@@ -25,11 +26,17 @@ class Waiting:
     """A request without pages.
 
     Attributes:
+      chain: prefix keys of the known tokens.
+      arrival: counts up with each request.
       output: what it had generated when it was preempted; empty for a new request.
+      cached_tokens: see `Output`; None before the first admission.
     """
 
     request: Request
+    chain: KeyChain
+    arrival: int
     output: TokenLog = EMPTY_LOG
+    cached_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -46,6 +53,8 @@ class Running(NamedTuple):
       prefill_end: tokens known at admission. Until they are computed the request takes part in
         prefill steps, then in decode steps.
       computed: tokens that committed steps have written to the cache.
+      chain: prefix keys of the known tokens.
+      arrival, cached_tokens: as of `Waiting`.
     """
 
     request: Request
@@ -53,13 +62,29 @@ class Running(NamedTuple):
     slot: int
     prefill_end: int
     computed: int
+    chain: KeyChain
+    arrival: int
+    cached_tokens: int
+
+    @property
+    def known(self) -> int:
+        """Tokens whose ids the host has."""
+        return len(self.request.prompt) + self.output.num_tokens
+
+    @property
+    def split_end(self) -> int:
+        """Where aligned chunks end: before the last token known at admission, or with the prompt
+        (cache-semantics.md section 6)."""
+        return max(len(self.request.prompt), self.prefill_end - 1)
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Known tokens of positions `start` to `end`."""
         prompt = self.request.prompt
         if end <= len(prompt):
             return prompt[start:end]
-        return (prompt + self.output.tokens())[start:end]
+        output = self.output.tokens()
+        offset = len(prompt)
+        return prompt[start:] + output[max(0, start - offset) : end - offset]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +112,8 @@ class SchedulerState:
       running: by request id, in order of admission.
       in_flight: oldest step first.
       last_kind: of the step planned last; the two kinds alternate when both have work.
+      num_arrivals: requests submitted so far.
+      stats: of the prefix cache.
     """
 
     table: PageTable
@@ -96,6 +123,8 @@ class SchedulerState:
     next_step_id: int = 0
     last_kind: Kind = "decode"
     num_preemptions: int = 0
+    num_arrivals: int = 0
+    stats: CacheStats = dataclasses.field(default_factory=CacheStats)
 
 
 def initial_state(table: PageTable, limits: Limits) -> SchedulerState:
@@ -129,12 +158,31 @@ def planned_ends(state: SchedulerState) -> Mapping[str, int]:
     return ends
 
 
-def stop_running(state: SchedulerState, request_id: str) -> SchedulerState:
+def in_order(running: Mapping[str, Running], limits: Limits) -> Iterable[tuple[str, Running]]:
+    """The most important request first: by priority and arrival, or else in order of admission."""
+    if not limits.by_priority:
+        return running.items()
+    return sorted(running.items(), key=lambda item: (item[1].request.priority, item[1].arrival))
+
+
+def stop_running(
+    state: SchedulerState, request_id: str, *, is_tainted: bool = False
+) -> SchedulerState:
     """Release a running request's pages and row, and withdraw it from the steps in flight.
 
     The steps may still write to the pages: the next owner's clear comes after them on the device.
+
+    Args:
+      is_tainted: nothing that it computed may be reused.
     """
-    table, _ = page_table.release(state.table, request_id)
+    row = state.running[request_id]
+    table = page_table.release(
+        state.table,
+        request_id,
+        computed=row.computed,
+        keys=row.chain.keys,
+        is_tainted=is_tainted,
+    )
     return dataclasses.replace(
         state,
         table=table,
@@ -155,7 +203,13 @@ def preempt(state: SchedulerState, request_id: str) -> SchedulerState:
     """
     row = state.running[request_id]
     state = stop_running(state, request_id)
-    entry = Waiting(request=row.request, output=row.output)
+    entry = Waiting(
+        request=row.request,
+        chain=row.chain,
+        arrival=row.arrival,
+        output=row.output,
+        cached_tokens=row.cached_tokens,
+    )
     return dataclasses.replace(
         state, waiting=(entry, *state.waiting), num_preemptions=state.num_preemptions + 1
     )
@@ -172,7 +226,7 @@ def check_state(state: SchedulerState, limits: Limits) -> None:
     waiting_ids = [entry.request.request_id for entry in state.waiting]
     if len({*waiting_ids, *state.running}) != len(waiting_ids) + len(state.running):
         problems.append("a request is in the queue twice, or waits and runs")
-    if state.table.owners.keys() != state.running.keys():
+    if set(state.table.owners) != set(state.running):
         problems.append("requests with pages and running requests differ")
     slots = [row.slot for row in state.running.values()]
     if len(set(slots)) != len(slots) or not all(0 <= slot < limits.max_rows for slot in slots):
@@ -198,7 +252,7 @@ def _check_row(state: SchedulerState, row: Running) -> list[str]:
         planned = next(other for other in step.rows if other.request_id == request_id)
         if planned.start != position:
             problems.append(f"step {step.step_id} starts at {planned.start}; expected {position}")
-        position = planned.start + planned.length
+        position = planned.start + planned.length - planned.num_drafts
     if position > row.request.max_cached_tokens:
         problems.append(
             f"{position} tokens are computed or in flight; expected at most "

@@ -11,7 +11,7 @@ import pytest
 from k3jax.buckets import Bucket
 from k3jax.config import ConfigError
 from serving import scheduler
-from serving.page_table import empty_table
+from serving.page_table import CachePolicy, empty_table
 from serving.plan import StepPlan, StepResult
 from serving.request import InvariantError, Request, RequestError, SamplingParams
 from serving.scheduler import chunk_end
@@ -229,8 +229,49 @@ def test_a_burst_at_an_idle_server_fills_its_rows_and_its_queue():
 def test_chunks_end_on_page_boundaries(
     start: int, end: int, budget: int, max_budget: int, expected: int
 ):
-    got = chunk_end(start, end, budget_tokens=budget, max_budget_tokens=max_budget, page_tokens=8)
+    got = chunk_end(
+        start,
+        end,
+        prompt_tokens=end,
+        junction=0,
+        budget_tokens=budget,
+        max_budget_tokens=max_budget,
+        page_tokens=8,
+        policy=CachePolicy(unit_tokens=8, enabled=False),
+    )
     assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "known", "junction", "export", "ends"),
+    [
+        (0, 32, 0, None, [24, 30, 32]),  # the last page boundary, the tail, the end
+        (0, 33, 0, None, [32, 33]),  # the tail is a page boundary
+        (0, 32, 0, 2, [32]),  # the tail's state is exported
+        (0, 30, 17, None, [16, 24, 28, 30]),  # a junction, at its page
+        (4, 30, 17, None, [8, 16, 24, 28, 30]),
+        (0, 7, 0, None, [6, 7]),
+    ],
+)
+def test_chunks_stop_where_a_state_is_kept(
+    start: int, known: int, junction: int, export: int | None, ends: list[int]
+):
+    policy = CachePolicy(unit_tokens=2, export_tokens=export)
+    got = [start]
+    while got[-1] < known:
+        got.append(
+            chunk_end(
+                got[-1],
+                known,
+                prompt_tokens=known,
+                junction=junction,
+                budget_tokens=100,
+                max_budget_tokens=100,
+                page_tokens=8,
+                policy=policy,
+            )
+        )
+    assert got[1:] == ends
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_and_samples_once():
@@ -589,7 +630,7 @@ def test_planning_does_not_change_the_state_it_was_given():
     second = scheduler.plan(before, driver.limits)
     assert first == second
     assert before.in_flight == ()
-    assert before.table.owners == {}
+    assert not before.table.owners
 
 
 # ---- slow clients ---------------------------------------------------------------------------
