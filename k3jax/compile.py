@@ -21,7 +21,7 @@ from k3jax.buckets import Bucket
 from k3jax.layers import param_dtype
 from k3jax.params import describe
 from k3jax.pool import abstract_pool
-from k3jax.step import CLEAR_WIDTH, MakeStep, Program, clearing_step
+from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep, Program, clearing_step, copying_step
 from sharding.mesh import AnyMesh
 
 # XLA counts every in-place update of the pool as a pool of its own, and would spend half of the
@@ -102,11 +102,21 @@ def compile_steps(
 
 def compile_clearing(program: Program, mesh: Mesh) -> jax.stages.Compiled:
     """Compile the program that zeroes pages."""
+    return _compile_pages(clearing_step(program, mesh), program, mesh, (CLEAR_WIDTH,))
+
+
+def compile_copying(program: Program, mesh: Mesh) -> jax.stages.Compiled:
+    """Compile the program that copies pages."""
+    return _compile_pages(copying_step(program, mesh), program, mesh, (3, COPY_WIDTH))
+
+
+def _compile_pages(
+    step: jax.stages.Wrapped, program: Program, mesh: Mesh, shape: tuple[int, ...]
+) -> jax.stages.Compiled:
+    """Compile a program of the pool and one int32 array."""
     pool = abstract_arguments(program, mesh, Bucket("decode", 1, 1, 1))[1]
-    ids = jax.ShapeDtypeStruct(
-        (CLEAR_WIDTH,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
-    )
-    return clearing_step(program, mesh).lower(pool, ids).compile()
+    array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return step.lower(pool, array).compile()
 
 
 class CompileCounter:

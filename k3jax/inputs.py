@@ -17,6 +17,7 @@ from jaxtyping import Float32, Int32, UInt32
 
 from k3jax.buckets import Bucket
 
+EXPORT_TOKENS = 64  # a state inside a row's tokens can be kept after a multiple of these
 FROM_DEVICE = -1  # a token that the previous step left in the device's token buffer
 
 
@@ -33,6 +34,10 @@ class StepInputs:
         used.
       attention_pages: page of each `page_tokens` positions; 0 beyond the row's pages.
       state_source, state_target: pages that hold the row's KDA state before and after the step.
+      export_tokens: of the row's tokens in this step, after how many its KDA state is stored as
+        well: a multiple of `EXPORT_TOKENS` below the row's length, or 0 for no export. Decode
+        programs ignore it.
+      export_pages: pages that the exported state goes to; 0 where there is none.
       sample: 1 where the row's last token yields a new one.
       temperature: 0 is greedy.
       top_k: 0 is off. top_p: 1 is off.
@@ -46,6 +51,8 @@ class StepInputs:
     attention_pages: Int32[np.ndarray, "S M"]
     state_source: Int32[np.ndarray, "S G"]
     state_target: Int32[np.ndarray, "S G"]
+    export_tokens: Int32[np.ndarray, " S"]
+    export_pages: Int32[np.ndarray, "S G"]
     sample: Int32[np.ndarray, " S"]
     temperature: Float32[np.ndarray, " S"]
     top_k: Int32[np.ndarray, " S"]
@@ -70,6 +77,8 @@ FIELDS: tuple[Field, ...] = (
     Field("attention_pages", np.int32, lambda b, g: (b.rows, b.pages)),
     Field("state_source", np.int32, lambda b, g: (b.rows, g)),
     Field("state_target", np.int32, lambda b, g: (b.rows, g)),
+    Field("export_tokens", np.int32, lambda b, g: (b.rows,)),
+    Field("export_pages", np.int32, lambda b, g: (b.rows, g)),
     Field("sample", np.int32, lambda b, g: (b.rows,)),
     Field("temperature", np.float32, lambda b, g: (b.rows,)),
     Field("top_k", np.int32, lambda b, g: (b.rows,)),

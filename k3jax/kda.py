@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt16
 
 from k3jax.config import ModelConfig
+from k3jax.inputs import EXPORT_TOKENS
 from k3jax.layers import Weights, linear, linear_f32, rms_norm
 from k3jax.pool import PoolLayout, read_states, write_states
 from k3jax.step_meta import StepMeta
@@ -54,28 +55,26 @@ def kda_attention(
     dt_bias = w["dt_bias"].reshape(heads, dim)
     with jax.named_scope("kda/conv"):
         if meta.kind == "decode":
-            qkv, history = short_conv_step(qkv, taps, history)
+            qkv, *histories = short_conv_step(qkv, taps, history)
         else:
-            qkv, history = short_conv(qkv, taps, history, meta.row_offsets)
+            rows = (meta.row_offsets, meta.export_tokens)
+            qkv, *histories = short_conv(qkv, taps, history, *rows)
     q, k, v = (part[:, 0] for part in jnp.split(qkv.reshape(num_tokens, 3, heads, dim), 3, axis=1))
     with jax.named_scope("kda/delta"):
         if meta.kind == "decode":
-            o, state_S = kda_decode(
+            o, *states = kda_decode(
                 q, k, v, f, b, w["A_log"], dt_bias, state_S, lower_bound=cfg.gate_lower_bound
             )
         else:
-            o, state_S = kda_prefill(
-                q, k, v, f, b, w["A_log"], dt_bias, state_S, meta.row_offsets,
-                lower_bound=cfg.gate_lower_bound,
+            o, *states = kda_prefill(
+                q, k, v, f, b, w["A_log"], dt_bias, state_S, meta.row_offsets, meta.export_tokens,
+                lower_bound=cfg.gate_lower_bound, chunk=EXPORT_TOKENS,
             )  # fmt: skip
-    pool = write_states(
-        layout,
-        pool,
-        meta.state_target[:, group],
-        history.reshape(conv_S.shape),
-        state_S,
-        position=position,
-    )
+    # The states after the rows; from prefill, the exported ones as well.
+    targets = (meta.state_target, meta.export_pages)[: len(states)]
+    for pages, history, state_S in zip(targets, histories, states, strict=True):
+        conv_S = history.reshape(conv_S.shape)
+        pool = write_states(layout, pool, pages[:, group], conv_S, state_S, position=position)
     with jax.named_scope("kda/output"):
         normed = rms_norm(o.astype(jnp.float32), w["o_norm"], cfg.rms_norm_eps)
         gate = sigmoid_f32(gate).reshape(num_tokens, heads, dim)

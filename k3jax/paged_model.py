@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from k3jax.buckets import Bucket
-from k3jax.compile import compile_clearing, compile_steps, initial_state
-from k3jax.step import CLEAR_WIDTH, MakeStep, Program
+from k3jax.compile import compile_clearing, compile_copying, compile_steps, initial_state
+from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep, Program
 
 ParamArrays = Mapping[str, Mapping[str, jax.Array]]
 
@@ -41,6 +41,7 @@ class PagedModel:
         self._params = params
         self._steps = compile_steps(make_step, program, mesh, buckets, on_compiled=on_compiled)
         self._clear = compile_clearing(program, mesh)
+        self._copy = compile_copying(program, mesh)
         self.pool, self._tokens = initial_state(program, mesh)
 
     def clear(self, pages: Sequence[int]) -> None:
@@ -50,6 +51,19 @@ class PagedModel:
             part = pages[start : start + CLEAR_WIDTH]
             ids[: len(part)] = part
             self.pool = self._clear(self.pool, ids)
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the first tokens of pages in every layer position, bit by bit.
+
+        Args:
+          copies: source page, target page and number of tokens. No page is the target of two
+            copies, or both source and target.
+        """
+        for start in range(0, len(copies), COPY_WIDTH):
+            packed = np.full((3, COPY_WIDTH), self.program.layout.num_pages, np.int32)
+            part = copies[start : start + COPY_WIDTH]
+            packed[:, : len(part)] = np.transpose(part)
+            self.pool = self._copy(self.pool, packed)
 
     def run(self, bucket: Bucket, packed: Int32[np.ndarray, " n"]) -> jax.Array:
         """Run one step on packed inputs, which must not be changed afterwards (KF-C20)."""

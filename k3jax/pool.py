@@ -150,6 +150,33 @@ def clear_pages(
     return pool.at[:, :, pages].set(jnp.uint16(0), mode="drop")
 
 
+def copy_pages(
+    pool: UInt16[Array, "Z P W words"], copies: Int32[Array, "3 K"]
+) -> UInt16[Array, "Z P W words"]:
+    """Copy the first tokens of some pages onto other pages, in every layer position.
+
+    All sources of a layer position are read before any target is written. One position at a time,
+    since a page of the released model has 21 MB in all of them.
+
+    Args:
+      copies: source pages, target pages, and how many tokens of each; targets beyond the pool are
+        padding. What a target holds behind these tokens stays.
+    """
+    num_positions, num_pages, page_tokens, _ = pool.shape
+    sources_K, targets_K, tokens_K = copies
+    offset_1W = jnp.arange(page_tokens, dtype=jnp.int32)[None]
+    target_KW = jnp.where(offset_1W < tokens_K[:, None], targets_K[:, None], num_pages)
+
+    def copy_position(position: Int32[Array, ""], pool: Array) -> Array:
+        # Without the barrier the pages could be read while they are written (see `read_states`).
+        pages_KWw, pool = lax.optimization_barrier(
+            (pool.at[position, sources_K].get(mode="clip"), pool)
+        )
+        return pool.at[position, target_KW, offset_1W].set(pages_KWw, mode="drop")
+
+    return lax.fori_loop(0, num_positions, copy_position, pool)
+
+
 def abstract_pool(layout: PoolLayout, num_ranks: int) -> jax.ShapeDtypeStruct:
     """The global pool `[R, Z, P, W, words]`."""
     return jax.ShapeDtypeStruct((num_ranks, *layout.shape), jnp.uint16)

@@ -24,7 +24,7 @@ from k3jax.cache_spec import layer_groups
 from k3jax.config import Dtype, ModelConfig
 from k3jax.model import K3
 from k3jax.params import describe
-from k3jax.pool import PoolLayout, clear_pages
+from k3jax.pool import PoolLayout, clear_pages, copy_pages
 from k3jax.sampling import sample
 from k3jax.step_meta import StepMeta, last_token_of_row, step_meta
 from sharding.axes import ParallelConfig
@@ -33,6 +33,7 @@ from sharding.specs import partition_spec
 
 Params = Mapping[str, Mapping[str, Array]]
 CLEAR_WIDTH = 16  # pages that one call of the clearing program takes
+COPY_WIDTH = 4  # copies that one call of the copying program takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,32 @@ def clearing_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
     )
 
 
+def copying_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
+    """The jitted program that copies the first tokens of up to `COPY_WIDTH` pages.
+
+    Each rank copies its own part of a page. A program of its own for the same reason as
+    `clearing_step`; call it after that and before the step.
+
+    Returns:
+      `(pool, copies) -> pool`, with the pool donated; see `k3jax.pool.copy_pages`.
+    """
+    in_specs = (program.pool_spec, PartitionSpec())
+
+    def copy_step(
+        pool: UInt16[Array, "1 Z P W words"], copies: Int32[Array, "3 K"]
+    ) -> UInt16[Array, "1 Z P W words"]:
+        return copy_pages(pool[0], copies)[None]
+
+    return jax.jit(
+        jax.shard_map(
+            copy_step, mesh=mesh, in_specs=in_specs, out_specs=program.pool_spec, check_vma=False
+        ),
+        donate_argnums=0,
+        in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
+        out_shardings=NamedSharding(mesh, program.pool_spec),
+    )
+
+
 def unpack(
     packed: Int32[Array, " n"], bucket: Bucket, num_recurrent_groups: int
 ) -> dict[str, Array]:
@@ -187,6 +214,8 @@ def _run(
         fields["attention_pages"],
         fields["state_source"],
         fields["state_target"],
+        fields["export_tokens"],
+        fields["export_pages"],
         page_tokens=layout.page_tokens,
         num_pages=layout.num_pages,
     )

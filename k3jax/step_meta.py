@@ -23,6 +23,9 @@ class StepMeta:
       attention_pages: page of each `page_tokens` positions of a row.
       state_source, state_target: state page of a row and recurrent group, before and after the
         step.
+      export_tokens: of the row's tokens, after how many its state is stored as well; 0 for no
+        export.
+      export_pages: state page for that, of a row and recurrent group; 0 for no export.
     """
 
     kind: Kind = struct.field(pytree_node=False)
@@ -35,6 +38,8 @@ class StepMeta:
     attention_pages: Int32[Array, "S M"]
     state_source: Int32[Array, "S G"]
     state_target: Int32[Array, "S G"]
+    export_tokens: Int32[Array, " S"]
+    export_pages: Int32[Array, "S G"]
 
 
 def step_meta(
@@ -45,6 +50,8 @@ def step_meta(
     attention_pages: Int32[Array, "S M"],
     state_source: Int32[Array, "S G"],
     state_target: Int32[Array, "S G"],
+    export_tokens: Int32[Array, " S"],
+    export_pages: Int32[Array, "S G"],
     *,
     page_tokens: int,
     num_pages: int,
@@ -71,6 +78,8 @@ def step_meta(
         # An unused row reads nobody's state and writes nowhere.
         state_source=jnp.where(in_use[:, None], state_source, 0),
         state_target=jnp.where(in_use[:, None], state_target, 0),
+        export_tokens=export_tokens,
+        export_pages=jnp.where(in_use[:, None], export_pages, 0),
     )
 
 

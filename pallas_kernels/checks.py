@@ -53,6 +53,14 @@ def check_row_offsets(op: str, row_offsets: Array, num_rows: int) -> None:
         )
 
 
+def check_export_tokens(op: str, export_tokens: Array, num_rows: int) -> None:
+    """Raise ValueError unless `export_tokens` is int32[num_rows]."""
+    if export_tokens.shape != (num_rows,) or export_tokens.dtype != jnp.int32:
+        got = f"{export_tokens.dtype}{list(export_tokens.shape)}"
+        expected = f"int32[{num_rows}]"
+        raise ValueError(wrong(op, "export_tokens", got, expected, "pass one number a row"))
+
+
 def check_dtypes(op: str, allowed: Collection[DTypeLike], /, **arrays: Array) -> None:
     """Raise TypeError unless every array has one of the allowed dtypes."""
     for name, array in arrays.items():

@@ -69,7 +69,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--request-id", default=uuid.uuid4().hex, help="(default: random)")
     add("--timeout", type=float, metavar="S", help="give up after S seconds (default: never)")
-    add("--stats", action="store_true", help="print counts and times to stderr at the end")
+    add(
+        "--stats",
+        action="store_true",
+        help="print token counts, reused ones too, and times to stderr at the end",
+    )
     return parser
 
 
@@ -99,8 +103,8 @@ def run(stub: Stub, args: argparse.Namespace) -> None:
     if args.stats:
         print(
             f"finish_reason={end.finish_reason} prompt_tokens={end.prompt_tokens} "
-            f"completion_tokens={num_tokens} first_token_s={first_s or 0:.3f} "
-            f"total_s={time.monotonic() - begin_s:.3f}",
+            f"completion_tokens={num_tokens} cached_tokens={end.cached_tokens} "
+            f"first_token_s={first_s or 0:.3f} total_s={time.monotonic() - begin_s:.3f}",
             file=sys.stderr,
         )
 

@@ -18,7 +18,6 @@ from serving.replay import (
     RECORDED,
     SERVED,
     Report,
-    TraceError,
     parse_trace,
     replay,
     run_workloads,
@@ -44,7 +43,7 @@ def main() -> int:
     try:
         for path in args.files:
             is_clean &= _replay_file(path)
-    except (TraceError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"replay_cache.py: {path}: {error}", file=sys.stderr)
         return 2
     if args.generate is not None:

@@ -18,7 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from k3jax.cache_spec import cache_spec
 from k3jax.config import ConfigError, EngineConfig, ModelConfig, validate
+from k3jax.inputs import EXPORT_TOKENS
+from serving.cache_options import cache_policy
 from serving.engine import Engine
 from serving.options import (
     EXIT_FAILED,
@@ -27,7 +30,9 @@ from serving.options import (
     default_cache_dir,
     parse_options,
 )
-from serving.page_table import empty_table, report
+from serving.page_table import align, empty_table, report
+from serving.page_table.policy import CachePolicy
+from serving.record import open_recorder
 from serving.rpc.bundle import Bundle, build_bundle
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.logs import configure_logs
@@ -55,6 +60,7 @@ class Setup:
     model: ModelConfig
     engine: EngineConfig
     parallel: ParallelConfig
+    policy: CachePolicy
     tokenizer: Tokenizer | None
     bundle: Bundle | None
     info: ModelInfo
@@ -92,6 +98,8 @@ def prepare(options: Options) -> Setup:
         sizes = parse_mesh(options.mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if options.record and options.record.exists():
+        raise ConfigError(f"record exists already: got {options.record}; expected a new file")
     cache_dir = options.cache_dir or default_cache_dir()
     _choose_compile_cache(options.compile_cache, cache_dir)
     from k3jax.weights import ensure_embedded, read_model_config
@@ -111,6 +119,14 @@ def prepare(options: Options) -> Setup:
     )
     parallel = ParallelConfig(**sizes, experts=experts)
     validate(model, parallel, engine)
+    policy = cache_policy(
+        align(cache_spec(model, tp=parallel.tp, dtype=engine.dtype), unit_tokens=options.page_unit),
+        is_enabled=options.prefix_cache == "on",
+        hash_block_size=options.hash_block_size,
+        state_retention=options.state_retention,
+        keep_answer_end=options.answer_end_state == "on",
+        export_tokens=EXPORT_TOKENS,
+    )
     tokenizer = load_folder(folder)
     name = options.served_model_name or (None if options.model else EMBEDDED_NAME)
     return Setup(
@@ -120,6 +136,7 @@ def prepare(options: Options) -> Setup:
         model=model,
         engine=engine,
         parallel=parallel,
+        policy=policy,
         tokenizer=tokenizer,
         bundle=build_bundle(folder) if tokenizer else None,
         info=read_model_info(
@@ -164,7 +181,7 @@ def start_model(setup: Setup, on_failure: OnFailure) -> Served:
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
     )
-    table = empty_table(loaded.geometry, num_pages)
+    table = empty_table(loaded.geometry, num_pages, setup.policy)
     say(report(loaded.geometry, num_pages))
     built = build_executor(
         loaded, num_pages=num_pages, on_compiled=_compile_reporter(len(limits.buckets))
@@ -172,7 +189,8 @@ def start_model(setup: Setup, on_failure: OnFailure) -> Served:
     # What the start-up made stays: collecting garbage need not look at it again.
     gc.collect()
     gc.freeze()
-    engine = Engine(built.executor, limits, table, on_failure=on_failure)
+    recorder = open_recorder(options.record, table, limits) if options.record else None
+    engine = Engine(built.executor, limits, table, recorder=recorder, on_failure=on_failure)
     return Served(engine=engine, limits=limits, page_tokens=loaded.geometry.page_tokens)
 
 
@@ -190,6 +208,7 @@ async def _serve(setup: Setup) -> None:
         ServiceConfig(
             dtype=setup.engine.dtype,
             max_rows=setup.engine.max_rows,
+            unit_tokens=setup.policy.unit_tokens,
             output_buffer_tokens=options.output_buffer,
         ),
         setup.info,
@@ -229,6 +248,7 @@ def _say_configuration(setup: Setup) -> None:
         "cache_dir": setup.cache_dir,
         "compile_cache": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "experts": setup.parallel.experts,
+        "hash_block_size": setup.policy.unit_tokens,
         "max_context": setup.engine.max_context_tokens,
         "max_prefill_rows": setup.engine.max_prefill_rows,
     }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -21,12 +22,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
-from serving import scheduler
-from serving.inbox import Abort, Drain, Event, Inbox, OnOutput, Pause, Resume, Stop, Submit
-from serving.page_table import PageTable
+from serving import page_table, scheduler
+from serving.inbox import Abort, Drain, Event, Flush, Inbox, OnOutput, Pause, Resume, Stop, Submit
+from serving.page_table import InUse, PageTable
 from serving.plan import Output, StepPlan, StepResult
+from serving.record import Committed, Ended, Flushed, Planned, Recorder, Submitted
 from serving.request import Request, RequestError
-from serving.scheduler import Limits
+from serving.scheduler import CacheStats, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class Counts:
       running, waiting, free_pages, total_pages: now. The null page is not counted.
       steps, prompt_tokens, generated_tokens, preemptions: since the start; they never fall. A
         prompt is counted once, when its request is accepted (KF-V06).
+      evictions: reusable entries whose page was handed out, since the start.
+      cache: of the prefix cache, since the start.
     """
 
     running: int = 0
@@ -71,6 +75,8 @@ class Counts:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    evictions: int = 0
+    cache: CacheStats = dataclasses.field(default_factory=CacheStats)
 
 
 class Engine[Handle]:
@@ -80,6 +86,7 @@ class Engine[Handle]:
       executor: runs the steps.
       limits: of the scheduler.
       table: page table without owners.
+      recorder: is told what the scheduler is; default is to keep no record.
       on_failure: called from the engine's thread after an exception ended it.
       clock: monotonic, in seconds.
 
@@ -93,11 +100,14 @@ class Engine[Handle]:
         limits: Limits,
         table: PageTable,
         *,
+        recorder: Recorder | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._executor = executor
         self._limits = limits
+        self._chain_of = functools.partial(scheduler.chain_of_prompt, table)
+        self._recorder = recorder or Recorder()
         self._on_failure = on_failure
         self._clock = clock
         self._inbox = Inbox()
@@ -140,7 +150,7 @@ class Engine[Handle]:
         except RequestError as error:
             accepted.set_exception(error)
             return accepted
-        self._post(Submit(request, on_output, accepted))
+        self._post(Submit(request, on_output, accepted, self._chain_of(request)))
         return accepted
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -154,6 +164,13 @@ class Engine[Handle]:
     def resume(self, request_id: str) -> None:
         """Undo `pause`."""
         self._post(Resume(request_id))
+
+    def flush(self) -> Future[None]:
+        """Forget all prefixes that could be reused. Fails with `InUse` while a request holds pages,
+        and with `RequestError` if the engine does not serve."""
+        flushed: Future[None] = Future()
+        self._post(Flush(flushed))
+        return flushed
 
     def drain(self) -> Future[None]:
         """Refuse new requests from now on; done when all open ones have ended."""
@@ -192,6 +209,7 @@ class Engine[Handle]:
 
     def _take_turn(self) -> bool:
         """Start the next step, then apply the result of the one before; whether there was any."""
+        self._recorder.write(Planned(self._paused))
         self._state, step = scheduler.plan(self._state, self._limits, paused=self._paused)
         if step is not None:
             self._in_flight.append((self._executor.dispatch(step), self._clock()))
@@ -208,6 +226,7 @@ class Engine[Handle]:
         result = self._executor.collect(handle)
         self._in_flight.popleft()
         self._note_oldest_step()
+        self._recorder.write(Committed(result))
         self._state, outputs = scheduler.commit(self._state, result)
         self._publish_counts(
             steps=1, generated_tokens=sum(len(output.token_ids) for output in outputs)
@@ -230,6 +249,8 @@ class Engine[Handle]:
                     self._paused.add(event.request_id)
             case Resume():
                 self._paused.discard(event.request_id)
+            case Flush():
+                self._flush(event)
             case Drain():
                 self._drains.append(event.drained)
                 if self._health.status == "serving":
@@ -243,7 +264,10 @@ class Engine[Handle]:
         try:
             if self._is_stopping or self._health.status != "serving":
                 raise _unavailable("stopping" if self._is_stopping else self._health.status)
-            self._state = scheduler.submit(self._state, self._limits, event.request)
+            self._recorder.write(Submitted(event.request))
+            self._state = scheduler.submit(
+                self._state, self._limits, event.request, chain=event.chain
+            )
         except RequestError as error:
             event.accepted.set_exception(error)
             return
@@ -251,7 +275,21 @@ class Engine[Handle]:
         self._publish_counts(prompt_tokens=len(event.request.prompt))
         event.accepted.set_result(None)
 
+    def _flush(self, event: Flush) -> None:
+        if not event.flushed.set_running_or_notify_cancel():
+            return
+        self._recorder.write(Flushed())
+        try:
+            self._state = dataclasses.replace(
+                self._state, table=page_table.reset(self._state.table)
+            )
+        except InUse as error:
+            event.flushed.set_exception(error)
+        else:
+            event.flushed.set_result(None)
+
     def _end(self, request_id: str, *, error: RequestError | None) -> None:
+        self._recorder.write(Ended(request_id, error))
         self._state, output = scheduler.abort(self._state, request_id, error=error)
         if output is not None:
             self._publish_counts()
@@ -270,6 +308,7 @@ class Engine[Handle]:
         except Exception:
             logger.exception("output_callback_failed", extra={"request_id": request_id})
             self._forget(request_id)
+            self._recorder.write(Ended(request_id))
             self._state, _ = scheduler.abort(self._state, request_id)
             self._publish_counts()
 
@@ -296,6 +335,8 @@ class Engine[Handle]:
             waiting=len(self._state.waiting),
             free_pages=self._state.table.num_free,
             preemptions=self._state.num_preemptions,
+            evictions=self._state.table.num_evicted,
+            cache=self._state.stats,
         )
 
     def _end_all(self, error: RequestError) -> None:
@@ -327,6 +368,7 @@ class Engine[Handle]:
     def _close(self, health: Health) -> None:
         """Take no event any more, and answer those that came too late."""
         self._health = health
+        self._recorder.close()
         for event in self._inbox.close():
             self._refuse(event)
         self._resolve_drains()
@@ -336,6 +378,9 @@ class Engine[Handle]:
             case Submit():
                 if event.accepted.set_running_or_notify_cancel():
                     event.accepted.set_exception(_unavailable(self._health.status))
+            case Flush():
+                if event.flushed.set_running_or_notify_cancel():
+                    event.flushed.set_exception(_unavailable(self._health.status))
             case Drain():
                 _resolve(event.drained)
             case _:

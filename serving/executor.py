@@ -32,9 +32,10 @@ class Executor:
         self._model = model
 
     def dispatch(self, plan: StepPlan) -> Handle:
-        """Start a step. Pages that the plan hands out are cleared before it."""
+        """Start a step. Before it, the pages it hands out are cleared, then some are copied."""
         program = self._model.program
         self._model.clear(plan.clear_pages)
+        self._model.copy(plan.copies)
         packed = pack_plan(plan, program.num_recurrent_groups, program.max_rows)
         result = self._model.run(plan.bucket, packed)
         result.copy_to_host_async()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from k3jax.config import Dtype
+from serving.cache_options import DEFAULT_UNIT_TOKENS, Retention, parse_retention
+from serving.option_types import byte_size, number
+
+type Switch = Literal["on", "off"]
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -23,7 +25,6 @@ exit codes:
   {EXIT_FAILED}  the port is taken, or the engine failed
   {EXIT_REFUSED}  the options, the model or the mesh were refused
 """
-_UNITS: Mapping[str, int] = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,10 @@ class Options:
     num_pages: int | None
     pool_bytes: int | None
     page_unit: int
+    prefix_cache: Switch
+    hash_block_size: int | None
+    state_retention: Retention
+    answer_end_state: Switch
     max_rows: int
     max_context: int | None
     max_prefill_tokens: int
@@ -52,6 +57,7 @@ class Options:
     port: int
     drain_seconds: float
     log_level: str
+    record: Path | None
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -71,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(parser)
     _add_mesh(parser)
     _add_cache(parser)
+    _add_reuse(parser)
     _add_scheduling(parser)
     _add_network(parser)
     return parser
@@ -148,23 +155,58 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     size = group.add_mutually_exclusive_group()
     size.add_argument(
         "--num-pages",
-        type=_number(int, at_least=2),
+        type=number(int, at_least=2),
         metavar="N",
         help="pages of the pool, the null page included (default: what the device's memory leaves; "
         "on a CPU, what --max-rows full contexts need)",
     )
     size.add_argument(
         "--pool-bytes",
-        type=_bytes,
+        type=byte_size,
         metavar="SIZE",
         help="bytes of the pool on each device, for example 64G",
     )
     group.add_argument(
         "--page-unit",
-        type=_number(int, at_least=1),
+        type=number(int, at_least=1),
         default=128,
         metavar="N",
         help="a page is a multiple of N tokens (default: %(default)s)",
+    )
+
+
+def _add_reuse(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prefix reuse")
+    group.add_argument(
+        "--prefix-cache",
+        choices=("on", "off"),
+        default="on",
+        help="whether a request reuses what earlier ones with the same prefix left in the pool "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--hash-block-size",
+        type=number(int, at_least=1),
+        metavar="N",
+        help="tokens a prefix key; prefixes are shared in steps of N, which divides the page "
+        f"(default: the largest divisor of the page that divides {DEFAULT_UNIT_TOKENS}; the page, "
+        "if the model has no recurrent layers)",
+    )
+    group.add_argument(
+        "--state-retention",
+        type=parse_retention,
+        default="semantic",
+        metavar="HOW",
+        help="recurrent states kept for reuse: semantic keeps those at ends and forks of prompts, "
+        "dense one every page, a number N also one every N tokens, which is a multiple of the page "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--answer-end-state",
+        choices=("on", "off"),
+        default="on",
+        help="keep the state at the end of each answer, so that the next turn of a conversation "
+        "does not compute the answer again (default: %(default)s)",
     )
 
 
@@ -172,46 +214,46 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     group.add_argument(
         "--max-rows",
-        type=_number(int, at_least=1),
+        type=number(int, at_least=1),
         default=8,
         metavar="N",
         help="requests that run at once (default: %(default)s)",
     )
     group.add_argument(
         "--max-context",
-        type=_number(int, at_least=2),
+        type=number(int, at_least=2),
         metavar="N",
         help="tokens of a request, prompt and output (default: the model's, at most 4096)",
     )
     group.add_argument(
         "--max-prefill-tokens",
-        type=_number(int, at_least=1),
+        type=number(int, at_least=1),
         default=256,
         metavar="N",
         help="prompt tokens of one step (default: %(default)s)",
     )
     group.add_argument(
         "--max-prefill-rows",
-        type=_number(int, at_least=1),
+        type=number(int, at_least=1),
         metavar="N",
         help="requests that share a step with prompt tokens (default: --max-rows, at most 4)",
     )
     group.add_argument(
         "--max-waiting",
-        type=_number(int, at_least=1),
+        type=number(int, at_least=1),
         default=1024,
         metavar="N",
         help="requests that may wait; more are refused at once (default: %(default)s)",
     )
     group.add_argument(
         "--max-waiting-tokens",
-        type=_number(int, at_least=1),
+        type=number(int, at_least=1),
         metavar="N",
         help="tokens of the requests that may wait (default: eight times --max-context)",
     )
     group.add_argument(
         "--output-buffer",
-        type=_number(int, at_least=1),
+        type=number(int, at_least=1),
         default=256,
         metavar="N",
         help="tokens that wait for a slow client before its request pauses (default: %(default)s)",
@@ -227,13 +269,13 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--port",
-        type=_number(int, at_least=0, at_most=65535),
+        type=number(int, at_least=0, at_most=65535),
         default=50051,
         help="0 takes a free one (default: %(default)s)",
     )
     group.add_argument(
         "--drain-seconds",
-        type=_number(float, at_least=0),
+        type=number(float, at_least=0),
         default=30.0,
         metavar="S",
         help="time that running requests have to finish after SIGTERM (default: %(default)s)",
@@ -244,32 +286,13 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         default="info",
         help="of the log on stderr (default: %(default)s)",
     )
-
-
-def _number[N: (int, float)](
-    kind: Callable[[str], N], *, at_least: float, at_most: float = math.inf
-) -> Callable[[str], N]:
-    """A converter that checks the range."""
-    expected = f">= {at_least:g}" if at_most == math.inf else f"{at_least:g} to {at_most:g}"
-
-    def convert(text: str) -> N:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not at_least <= value <= at_most:
-            raise argparse.ArgumentTypeError(f"got {text!r}; expected a number {expected}")
-        return kind(text)
-
-    return convert
-
-
-def _bytes(text: str) -> int:
-    """Parse `1500`, `512M` or `64GiB`."""
-    match = re.fullmatch(r"([0-9]+)([KMGT]?)(iB)?", text)
-    if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected a size such as 512M or 64GiB")
-    return int(match[1]) * _UNITS[match[2]]
+    group.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write what the scheduler is told to FILE, all token ids included, one JSON object a "
+        "line; scripts/view_cache.py shows the cache at any step of it (default: no file)",
+    )
 
 
 def default_cache_dir() -> Path:

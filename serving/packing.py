@@ -11,8 +11,9 @@ import itertools
 import numpy as np
 from jaxtyping import Int32
 
-from k3jax.inputs import FROM_DEVICE, StepInputs, empty_inputs, pack
-from serving.plan import StepPlan
+from k3jax.buckets import Bucket
+from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, StepInputs, empty_inputs, pack
+from serving.plan import RowPlan, StepPlan
 
 
 def pack_plan(
@@ -28,11 +29,14 @@ def pack_plan(
 
     Returns:
       A fresh buffer, laid out by `k3jax.inputs.FIELDS`.
+
+    Raises:
+      ValueError: the plan does not fit its bucket, or no step can export a state there.
     """
     count = len(plan.rows)
     inputs = empty_inputs(plan.bucket, num_recurrent_groups, scratch_slot=scratch_slot)
     # A plan has up to hundreds of rows: one turn from rows to columns, then whole columns.
-    _, slots, starts, _, tokens, pages, sources, targets, samples, sampling = zip(
+    _, slots, starts, _, tokens, pages, sources, targets, samples, sampling, *_ = zip(
         *plan.rows, strict=True
     )
     _fill_tokens(inputs, tokens)
@@ -41,6 +45,7 @@ def pack_plan(
     inputs.slots[:count] = slots
     inputs.state_source[:count] = _matrix(sources, num_recurrent_groups)
     inputs.state_target[:count] = _matrix(targets, num_recurrent_groups)
+    _fill_exports(inputs, plan)
     inputs.sample[:count] = samples
     inputs.temperature[:count] = [one.temperature for one in sampling]
     inputs.top_k[:count] = [max(0, one.top_k) for one in sampling]
@@ -64,6 +69,26 @@ def _fill_attention_pages(inputs: StepInputs, pages: tuple[tuple[int, ...], ...]
     column_M = np.arange(inputs.attention_pages.shape[1], dtype=np.int32)
     flat = np.fromiter(itertools.chain.from_iterable(pages), np.int32)
     inputs.attention_pages[: len(pages)][column_M < lengths_S[:, None]] = flat
+
+
+def _fill_exports(inputs: StepInputs, plan: StepPlan) -> None:
+    """Where rows keep a state inside their tokens; few rows of few steps do."""
+    for index, row in enumerate(plan.rows):
+        if row.export is not None:
+            inputs.export_tokens[index] = _export_tokens(row, row.export.position, plan.bucket)
+            inputs.export_pages[index] = row.export.pages
+
+
+def _export_tokens(row: RowPlan, position: int, bucket: Bucket) -> int:
+    """Tokens of the row in front of the state that it keeps."""
+    tokens = position - row.start
+    if bucket.kind == "prefill" and 0 < tokens < row.length and tokens % EXPORT_TOKENS == 0:
+        return tokens
+    raise ValueError(
+        f"export of {row.request_id!r} cannot be made: got position {position} in a {bucket.kind} "
+        f"row of {row.length} tokens from {row.start}; expected a prefill row and a multiple of "
+        f"{EXPORT_TOKENS} tokens strictly inside it"
+    )
 
 
 def _matrix(rows: tuple[tuple[int, ...], ...], width: int) -> Int32[np.ndarray, "S width"]:

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from serving.rpc import protocol
 from serving.rpc.lifecycle import Lifecycle, Served
+from serving.rpc.loads import totals
 from serving.rpc.logs import log_event
 from serving.rpc.service import EngineService
 
@@ -139,7 +140,8 @@ class Server:
             raise
         finally:
             await self._server.stop(_CLOSE_GRACE_S)
-            log_event("closed")
+            served = self._lifecycle.served
+            log_event("closed", **totals(served.engine.counts()) if served is not None else {})
 
     async def _load(self, load: Load) -> Served:
         loading = in_daemon_thread(lambda: load(self._on_engine_failure))

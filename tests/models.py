@@ -91,14 +91,16 @@ def run_rows(
     model: PagedModel, bucket: Bucket, parts: Sequence[tuple[Row, int, int]]
 ) -> list[np.ndarray]:
     """Run `(row, start, end)` parts as one step; the result of each part, row by row."""
-    plan = StepPlan(
-        step_id=0, bucket=bucket, rows=tuple(row.plan(start, end) for row, start, end in parts),
-        clear_pages=(),
-    )  # fmt: skip
+    return run_plans(model, bucket, [row.plan(start, end) for row, start, end in parts])
+
+
+def run_plans(model: PagedModel, bucket: Bucket, rows: Sequence[RowPlan]) -> list[np.ndarray]:
+    """Run rows as one step; the result of each, row by row."""
+    plan = StepPlan(step_id=0, bucket=bucket, rows=tuple(rows), clear_pages=())
     program = model.program
     packed = pack_plan(plan, program.num_recurrent_groups, program.max_rows)
     result = np.asarray(model.run(bucket, packed))
-    ends = np.cumsum([end - start for _, start, end in parts])
+    ends = np.cumsum([row.length for row in rows])
     return np.split(result[: ends[-1]], ends[:-1])
 
 

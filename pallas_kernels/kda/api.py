@@ -18,6 +18,7 @@ from pallas_kernels.checks import (
     bind_dims,
     check_activations,
     check_dtypes,
+    check_export_tokens,
     check_row_offsets,
     wrong,
 )
@@ -42,11 +43,12 @@ def kda_prefill(
     dt_bias_NDk: Float32[Array, "N Dk"],
     state_SNDvDk: Float32[Array, "S N Dv Dk"],
     row_offsets: Int32[Array, " S1"],
+    export_tokens_S: Int32[Array, " S"],
     *,
     lower_bound: float | None,
     chunk: int = 64,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T N Dv"], Float32[Array, "S N Dv Dk"]]:
+) -> tuple[Float[Array, "T N Dv"], Float32[Array, "S N Dv Dk"], Float32[Array, "S N Dv Dk"]]:
     """Run the recurrence over ragged rows of tokens.
 
     Args:
@@ -57,13 +59,15 @@ def kda_prefill(
       A_log_N, dt_bias_NDk: gate parameters.
       state_SNDvDk: state before each row; zeros for a row that starts cold.
       row_offsets: see `pallas_kernels.ragged`.
+      export_tokens_S: tokens of each row after which its state is returned as well: a multiple of
+        `chunk` and less than the row's length, or 0.
       lower_bound: least log decay of the bounded gate, negative; None selects the softplus gate.
       chunk: tokens a chunk, counted from each row's start; a power of two.
       implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
-      Outputs in the compute dtype, zero for padding tokens, and the state after each row; an empty
-      row keeps its state.
+      Outputs in the compute dtype, zero for padding tokens; the state after each row, an empty row
+      keeps its state; and the state after the first `export_tokens_S` tokens of each row.
 
     Raises:
       ValueError, TypeError: shapes, dtypes, `lower_bound` or `chunk` are not as above.
@@ -73,6 +77,7 @@ def kda_prefill(
     arrays = {"q_TNDk": q_TNDk, "k_TNDk": k_TNDk, "v_TNDv": v_TNDv, "f_TNDk": f_TNDk, "b_TN": b_TN}
     dims = _check("kda_prefill", arrays, A_log_N, dt_bias_NDk, state_SNDvDk, lower_bound)
     check_row_offsets("kda_prefill", row_offsets, dims["S"])
+    check_export_tokens("kda_prefill", export_tokens_S, dims["S"])
     return run(
         KDA_PREFILL,
         implementation,
@@ -81,6 +86,7 @@ def kda_prefill(
         dt_bias_NDk,
         state_SNDvDk,
         row_offsets,
+        export_tokens_S,
         lower_bound=lower_bound,
         chunk=chunk,
     )

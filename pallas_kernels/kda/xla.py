@@ -13,7 +13,9 @@ after i:
     S <- S diag(exp(total)) + v'^T (k exp(suffix))
 
 The first four do not depend on the state and run in parallel over chunks and heads; one scan over
-the chunks does the last three and carries the states.
+the chunks does the last three and carries the states. It carries two of each row: the chunks up to
+the exported boundary update the first, the chunk behind it goes on from there in the second. So an
+export costs no pass over any state, only the room.
 
 Numerics. D is never a difference of two cumulative sums, nor the exponent of a growing factor, so
 a gate of any strength stays finite and exact (KF-K01). A chunk is solved by doubling: segments of
@@ -53,10 +55,11 @@ def kda_prefill(
     dt_bias_NDk: Float32[Array, "N Dk"],
     state_SNDvDk: Float32[Array, "S N Dv Dk"],
     row_offsets: Int32[Array, " S1"],
+    export_tokens_S: Int32[Array, " S"],
     *,
     lower_bound: float | None,
     chunk: int,
-) -> tuple[Float[Array, "T N Dv"], Float32[Array, "S N Dv Dk"]]:
+) -> tuple[Float[Array, "T N Dv"], Float32[Array, "S N Dv Dk"], Float32[Array, "S N Dv Dk"]]:
     """See `api.kda_prefill`."""
     blocks = row_blocks(row_offsets, num_tokens=q_TNDk.shape[0], block=chunk)
 
@@ -81,22 +84,31 @@ def kda_prefill(
         w_BnNTbDk = contract("bnij,bnjk->bnik", inverse, beta_BnNTb1 * k_in_BnNTbDk)
 
     num_rows = state_SNDvDk.shape[0]
+    safe_Bn = jnp.minimum(blocks.row_Bn, num_rows - 1)
+    exported_Bn = export_tokens_S[safe_Bn]
+    # An unused block puts back what it read.
+    used_Bn = blocks.row_Bn < num_rows
+    source_Bn = safe_Bn + jnp.where(blocks.start_Bn > exported_Bn, num_rows, 0)
+    target_Bn = safe_Bn + jnp.where(blocks.start_Bn >= exported_Bn, num_rows, 0)
+    target_Bn = jnp.where(used_Bn, target_Bn, source_Bn)
 
     def one_chunk(states: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        row, u_NTbDv, w_NTbDk, q_in_NTbDk, attend_NTbTb, k_out_NTbDk, decay_NDk = inputs
-        safe_row = jnp.minimum(row, num_rows - 1)
-        old_NDvDk = lax.dynamic_index_in_dim(states, safe_row, keepdims=False)
+        source, target, used, *arrays = inputs
+        u_NTbDv, w_NTbDk, q_in_NTbDk, attend_NTbTb, k_out_NTbDk, decay_NDk = arrays
+        old_NDvDk = lax.dynamic_index_in_dim(states, source, keepdims=False)
         v_NTbDv = u_NTbDv - contract("ntk,nvk->ntv", w_NTbDk, old_NDvDk)
         o_NTbDv = contract("ntk,nvk->ntv", q_in_NTbDk, old_NDvDk)
         o_NTbDv += contract("nij,njv->niv", attend_NTbTb, v_NTbDv)
         new_NDvDk = decay_NDk[:, None, :] * old_NDvDk
         new_NDvDk += contract("ntv,ntk->nvk", v_NTbDv, k_out_NTbDk)
-        new_NDvDk = jnp.where(row < num_rows, new_NDvDk, old_NDvDk)  # an unused block
-        return lax.dynamic_update_index_in_dim(states, new_NDvDk, safe_row, 0), o_NTbDv
+        new_NDvDk = jnp.where(used, new_NDvDk, old_NDvDk)
+        return lax.dynamic_update_index_in_dim(states, new_NDvDk, target, 0), o_NTbDv
 
     with jax.named_scope("recurrence"):
         inputs = (
-            blocks.row_Bn,
+            source_Bn,
+            target_Bn,
+            used_Bn,
             u_BnNTbDv,
             w_BnNTbDk,
             q_in_BnNTbDk,
@@ -104,8 +116,10 @@ def kda_prefill(
             k_out_BnNTbDk,
             decay_BnNDk,
         )
-        new_state, o_BnNTbDv = lax.scan(one_chunk, state_SNDvDk, inputs)
-    return round_to(from_blocks(jnp.moveaxis(o_BnNTbDv, 2, 1), blocks), q_TNDk.dtype), new_state
+        both = jnp.concatenate([state_SNDvDk, state_SNDvDk])
+        both, o_BnNTbDv = lax.scan(one_chunk, both, inputs)
+    o_TNDv = round_to(from_blocks(jnp.moveaxis(o_BnNTbDv, 2, 1), blocks), q_TNDk.dtype)
+    return o_TNDv, both[num_rows:], both[:num_rows]
 
 
 def kda_decode(

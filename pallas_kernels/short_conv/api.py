@@ -13,6 +13,7 @@ from pallas_kernels.checks import (
     bind_dims,
     check_activations,
     check_dtypes,
+    check_export_tokens,
     check_row_offsets,
     wrong,
 )
@@ -33,9 +34,10 @@ def short_conv(
     weight_KX: Float32[Array, "K X"],
     history_SXhK: Float[Array, "S Xh K"],
     row_offsets: Int32[Array, " S1"],
+    export_tokens_S: Int32[Array, " S"],
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"]]:
+) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"], Float[Array, "S Xh K"]]:
     """Convolve ragged rows of tokens.
 
     Args:
@@ -44,19 +46,24 @@ def short_conv(
       history_SXhK: the X-1 inputs before each row, dtype of `x_TK`; zeros for a row that starts
         cold.
       row_offsets: see `pallas_kernels.ragged`.
+      export_tokens_S: tokens of each row after which its history is returned as well; at most the
+        row's length.
       implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
-      Outputs in the dtype of `x_TK`, zero for padding tokens, and the history after each row. A row
-      of fewer than X-1 tokens keeps the newest part of its old history (KF-K07); an empty row keeps
-      all of it.
+      Outputs in the dtype of `x_TK`, zero for padding tokens; the history after each row; and the
+      history after the first `export_tokens_S` tokens of each row. Fewer than X-1 tokens leave the
+      newest part of the old history in place (KF-K07), no token leaves all of it.
 
     Raises:
       ValueError, TypeError: shapes or dtypes disagree.
     """
     dims = _check("short_conv", weight_KX, history_SXhK, x_TK=x_TK)
     check_row_offsets("short_conv", row_offsets, dims["S"])
-    return run(SHORT_CONV, implementation, x_TK, weight_KX, history_SXhK, row_offsets)
+    check_export_tokens("short_conv", export_tokens_S, dims["S"])
+    return run(
+        SHORT_CONV, implementation, x_TK, weight_KX, history_SXhK, row_offsets, export_tokens_S
+    )
 
 
 def short_conv_step(

@@ -14,19 +14,29 @@ def short_conv(
     weight_KX: Float32[Array, "K X"],
     history_SXhK: Float[Array, "S Xh K"],
     row_offsets: Int32[Array, " S1"],
-) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"]]:
+    export_tokens_S: Int32[Array, " S"],
+) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"], Float[Array, "S Xh K"]]:
     """See `api.short_conv`."""
-    num_rows = history_SXhK.shape[0]
+    num_tokens, num_rows = x_TK.shape[0], history_SXhK.shape[0]
+    last_exported_S = row_offsets[:-1] + export_tokens_S - 1
 
-    def token(history: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        x_K, row = inputs
+    def token(
+        histories: tuple[Array, Array], inputs: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], Array]:
+        (history, exported), (x_K, row, token_idx) = histories, inputs
         window_XK = jnp.concatenate([history[jnp.minimum(row, num_rows - 1)], x_K[None]])
         y_K = jax.nn.silu(jnp.sum(weight_KX.T * window_XK.astype(jnp.float32), axis=0))
         y_K = jnp.where(row < num_rows, y_K, 0.0)
-        return history.at[row].set(window_XK[1:], mode="drop"), round_to(y_K, x_TK.dtype)
+        is_exported = last_exported_S.at[row].get(mode="fill", fill_value=-1) == token_idx
+        exported = exported.at[jnp.where(is_exported, row, num_rows)].set(
+            window_XK[1:], mode="drop"
+        )
+        history = history.at[row].set(window_XK[1:], mode="drop")
+        return (history, exported), round_to(y_K, x_TK.dtype)
 
-    new_history, y_TK = lax.scan(token, history_SXhK, (x_TK, row_ids(row_offsets, x_TK.shape[0])))
-    return y_TK, new_history
+    inputs = (x_TK, row_ids(row_offsets, num_tokens), jnp.arange(num_tokens, dtype=jnp.int32))
+    (new_history, exported), y_TK = lax.scan(token, (history_SXhK, history_SXhK), inputs)
+    return y_TK, new_history, exported
 
 
 def short_conv_step(
@@ -35,4 +45,7 @@ def short_conv_step(
     history_SXhK: Float[Array, "S Xh K"],
 ) -> tuple[Float[Array, "S K"], Float[Array, "S Xh K"]]:
     """See `api.short_conv_step`."""
-    return short_conv(x_SK, weight_KX, history_SXhK, jnp.arange(x_SK.shape[0] + 1, dtype=jnp.int32))
+    num_rows = x_SK.shape[0]
+    rows = (jnp.arange(num_rows + 1, dtype=jnp.int32), jnp.zeros(num_rows, jnp.int32))
+    y_SK, history_SXhK, _ = short_conv(x_SK, weight_KX, history_SXhK, *rows)
+    return y_SK, history_SXhK

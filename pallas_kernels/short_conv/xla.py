@@ -17,7 +17,8 @@ def short_conv(
     weight_KX: Float32[Array, "K X"],
     history_SXhK: Float[Array, "S Xh K"],
     row_offsets: Int32[Array, " S1"],
-) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"]]:
+    export_tokens_S: Int32[Array, " S"],
+) -> tuple[Float[Array, "T K"], Float[Array, "S Xh K"], Float[Array, "S Xh K"]]:
     """See `api.short_conv`."""
     num_tokens, num_rows, kept = x_TK.shape[0], history_SXhK.shape[0], history_SXhK.shape[1]
     row_T = row_ids(row_offsets, num_tokens)
@@ -34,7 +35,10 @@ def short_conv(
         input_TK = jnp.where((position_T >= back)[:, None], inside_TK, before_TK)
         total_TK += weight_KX[:, tap][None, :] * input_TK.astype(jnp.float32)
     y_TK = jnp.where((row_T < num_rows)[:, None], jax.nn.silu(total_TK), 0.0)
-    return round_to(y_TK, x_TK.dtype), _next_history(x_TK, history_SXhK, row_offsets)
+    first_S = row_offsets[:-1]
+    new_history = _history_after(x_TK, history_SXhK, first_S, row_offsets[1:] - first_S)
+    exported = _history_after(x_TK, history_SXhK, first_S, export_tokens_S)
+    return round_to(y_TK, x_TK.dtype), new_history, exported
 
 
 def short_conv_step(
@@ -48,13 +52,18 @@ def short_conv_step(
     return round_to(jax.nn.silu(total_SK), x_SK.dtype), window_SXK[:, 1:]
 
 
-def _next_history(x_TK: Array, history_SXhK: Array, row_offsets: Array) -> Float[Array, "S Xh K"]:
-    """Return the last X-1 entries of each row's old history followed by its tokens."""
+def _history_after(
+    x_TK: Array, history_SXhK: Array, first_S: Array, length_S: Array
+) -> Float[Array, "S Xh K"]:
+    """Return the last X-1 entries of each row's old history followed by `length_S` tokens.
+
+    `first_S` is the flat index of each row's first token.
+    """
     num_rows, kept, _ = history_SXhK.shape
     place_Xh = jnp.arange(kept, dtype=jnp.int32)[None, :]
-    length_S = (row_offsets[1:] - row_offsets[:-1])[:, None]
-    position_SXh = length_S - kept + place_Xh  # in the row; negative: still in the old history
-    new_SXhK = x_TK[jnp.clip(row_offsets[1:][:, None] - kept + place_Xh, 0, x_TK.shape[0] - 1)]
+    position_SXh = length_S[:, None] - kept + place_Xh  # in the row; negative: in the old history
+    token_SXh = first_S[:, None] + position_SXh
+    new_SXhK = x_TK[jnp.clip(token_SXh, 0, x_TK.shape[0] - 1)]
     row_S = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    old_SXhK = history_SXhK[row_S, jnp.minimum(length_S + place_Xh, kept - 1)]
+    old_SXhK = history_SXhK[row_S, jnp.minimum(length_S[:, None] + place_Xh, kept - 1)]
     return jnp.where((position_SXh >= 0)[:, :, None], new_SXhK, old_SXhK)

@@ -46,15 +46,22 @@ def generate(seed: int) -> Trace:
 
 
 def max_request_tokens(config: TraceConfig) -> int:
-    """Prompt and output of the longest request that can have all pages it may ever want at once."""
-    num_groups = len(config.recurrent_groups)
-    bundles, copies = 0, 1
+    """Prompt and output of the longest request of a workload.
+
+    Without drafts it is all that the scheduler accepts: attention entries and one state fill the
+    pool, and the last token is not cached. With drafts a request must have all that it may ever
+    want at once: states in two columns, those after drafts, one that must stay as it is, an export.
+    """
+    num_groups, page = len(config.recurrent_groups), config.page_tokens
+    spec = config.spec
+    if not (spec.draft_tokens or spec.lookahead_slots):
+        return (config.usable_pages - num_groups) * page + 1
+    bundles = 0
     if num_groups:
         first = config.groups[config.recurrent_groups[0]]
-        # Two columns of states, one more for a page that must stay as it is, and the export.
         bundles = 3 + first.spec_slots + first.can_export
-    pages = config.usable_pages - bundles * num_groups - copies
-    return pages * config.page_tokens - config.spec.lookahead_slots - config.spec.draft_tokens
+    pages = config.usable_pages - bundles * num_groups - 1  # one to copy into
+    return pages * page - spec.lookahead_slots - spec.draft_tokens
 
 
 def _config(rng: random.Random) -> TraceConfig:

@@ -183,6 +183,7 @@ def chunk_message(output: Output) -> messages.GenerateResponse:
             token_ids=output.token_ids,
             prompt_tokens=output.prompt_tokens,
             completion_tokens=len(output.token_ids),
+            cached_tokens=output.cached_tokens,
         )
     )
 
@@ -199,6 +200,7 @@ def complete_message(output: Output, token_ids: tuple[int, ...] = ()) -> message
         finish_reason=output.finish_reason or "",
         prompt_tokens=output.prompt_tokens,
         completion_tokens=len(token_ids),
+        cached_tokens=output.cached_tokens,
     )
     if output.matched_token_id is not None:
         complete.matched_token_id = output.matched_token_id

@@ -33,7 +33,8 @@ class RateMeter:
 def load_message(
     served: Served, counts: Counts, *, tokens_per_s: float, pending_prompt_tokens: int
 ) -> messages.SchedulerLoad:
-    """The load of one rank. A page counts as used from the time that a request owns it.
+    """The load of one rank. A page counts as used while a request holds it; what is only kept for
+    reuse counts as free.
 
     Args:
       pending_prompt_tokens: of the requests that have no token yet.
@@ -48,10 +49,28 @@ def load_message(
         max_total_num_tokens=counts.total_pages * served.page_tokens,
         token_usage=used_pages / counts.total_pages,
         gen_throughput=tokens_per_s,
+        cache_hit_rate=hit_rate(counts),
         utilization=counts.running / served.limits.max_rows,
         max_running_requests=served.limits.max_rows,
         num_waiting_uncached_tokens=pending_prompt_tokens,
     )
+
+
+def hit_rate(counts: Counts) -> float:
+    """Share of the prompts' tokens that was reused, since the start."""
+    return counts.cache.hit_tokens / max(1, counts.cache.looked_up_tokens)
+
+
+def totals(counts: Counts) -> dict[str, int]:
+    """All that was counted since the start, by name."""
+    return {
+        "steps": counts.steps,
+        "prompt_tokens": counts.prompt_tokens,
+        "generated_tokens": counts.generated_tokens,
+        "preemptions": counts.preemptions,
+        "evictions": counts.evictions,
+        **counts.cache._asdict(),
+    }
 
 
 def loads_message(loads: list[messages.SchedulerLoad]) -> messages.GetLoadsResponse:

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Generator
 from typing import NoReturn
 
+from serving.page_table import InUse
 from serving.plan import Output
 from serving.request import Request, RequestError
 from serving.rpc import convert, loads, protocol
@@ -31,6 +32,7 @@ from serving.tokenizer import Tokenizer
 
 # A text of this length is tokenized in about a millisecond; longer ones leave the event loop.
 _MAX_INLINE_CHARS = 8192
+_FLUSH_RETRY_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,12 @@ class ServiceConfig:
       dtype: of activations and of the MLA cache, as it is reported.
       output_buffer_tokens: tokens that wait for a slow client before its request is paused.
       max_rows: requests that the engine runs at once.
+      unit_tokens: prefixes are shared in multiples of it.
     """
 
     dtype: str
     max_rows: int
+    unit_tokens: int
     output_buffer_tokens: int = 256
 
 
@@ -117,6 +121,7 @@ class EngineService(protocol.Servicer):
             finish_reason=output.finish_reason,
             prompt_tokens=output.prompt_tokens,
             completion_tokens=output.completion_tokens,
+            cached_tokens=output.cached_tokens,
             seconds=time.monotonic() - begin,
         )
 
@@ -162,6 +167,7 @@ class EngineService(protocol.Servicer):
             server_type="k3jax",
             data_parallel_size=1,
             kv_cache_dtype=self._config.dtype,
+            block_size=self._config.unit_tokens,
             model_dtype=self._config.dtype,
             max_num_seqs=self._config.max_rows,
         )
@@ -193,16 +199,27 @@ class EngineService(protocol.Servicer):
             await context.write(piece)
 
     @at_edge
-    async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> NoReturn:
-        """Not there: no prefix is kept after its request."""
-        raise _unsupported("FlushCache", "this server keeps no prefix cache")
+    async def FlushCache(
+        self, request: common.FlushCacheRequest, context: Context
+    ) -> common.FlushCacheResponse:
+        """Forget all prefixes. Waits up to `timeout_s` until no request holds pages."""
+        end_s = time.monotonic() + request.timeout_s
+        engine = self._lifecycle.require_served().engine
+        while True:
+            try:
+                await asyncio.wrap_future(engine.flush())
+                return common.FlushCacheResponse(success=True, message="all prefixes are forgotten")
+            except InUse as error:
+                if not time.monotonic() < end_s:
+                    return common.FlushCacheResponse(success=False, message=str(error))
+            await asyncio.sleep(_FLUSH_RETRY_S)
 
     @at_edge
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
     ) -> NoReturn:
-        """Not there: no prefix is kept after its request."""
-        raise _unsupported("SubscribeKvEvents", "this server keeps no prefix cache")
+        """Not there: which prefixes are kept is not published."""
+        raise _unsupported("SubscribeKvEvents", "this server does not publish its cache")
 
     @at_edge
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> NoReturn:

@@ -21,8 +21,14 @@ from tests.numerics.support import (
 
 CASES = ["B2_T9_softplus", "T1", "T64_lb", "T70_lb_state", "T131_softplus", "varlen_lb"]
 N, DK, DV = 2, 16, 24
-prefill = jax.jit(kda_prefill, static_argnames=("lower_bound", "chunk", "implementation"))
+export = jax.jit(kda_prefill, static_argnames=("lower_bound", "chunk", "implementation"))
 decode = jax.jit(kda_decode, static_argnames=("lower_bound", "implementation"))
+
+
+def prefill(*arguments, **settings):
+    """`kda_prefill` that exports nothing."""
+    none = jnp.zeros(arguments[-1].shape[0] - 1, jnp.int32)
+    return export(*arguments, none, **settings)[:2]
 
 
 def _inputs(num_tokens, num_rows=1, *, dtype=jnp.float32, seed=0):
@@ -277,6 +283,56 @@ def test_prefill_continue_and_decode_equal_one_recurrence(implementation):  # KF
     assert relative_error(state, want_state) < CHUNKED_F32
 
 
+# Rows of one to many chunks, some without an export, one empty, one that ends with a chunk.
+EXPORTS = {130: 64, 65: 64, 64: 0, 0: 0, 193: 128, 128: 64, 3: 0, 129: 128, 200: 0}
+
+
+@each_implementation(KDA_PREFILL)
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_exported_states_are_those_of_split_rows(implementation, lower_bound):
+    lengths = tuple(EXPORTS)
+    exports = jnp.asarray(tuple(EXPORTS.values()), jnp.int32)
+    inputs = _inputs(sum(lengths) + 30, len(lengths))  # some padding tokens
+    rows = offsets(lengths)
+    settings = {"lower_bound": lower_bound, "implementation": implementation}
+    got_o, got_state, exported = export(*inputs.values(), rows, exports, **settings)
+    want_o, want_state = prefill(*inputs.values(), rows, **settings)
+    np.testing.assert_array_equal(got_o, want_o)
+    np.testing.assert_array_equal(got_state, want_state)
+
+    row_T = np.repeat(np.arange(len(lengths)), lengths)
+    is_head_T = np.arange(len(row_T)) - np.asarray(rows)[row_T] < np.asarray(exports)[row_T]
+    head, rest = np.flatnonzero(is_head_T), np.flatnonzero(~is_head_T)
+    head_lengths = tuple(EXPORTS.values())
+    _, want = prefill(*_tokens(inputs, head).values(), offsets(head_lengths), **settings)
+    assert relative_error(exported, want) < F32
+    one = slice(int(rows[4]), int(rows[4]) + 128)
+    _, alone = _float64(_tokens(inputs, one, slice(4, 5)), lower_bound)
+    assert relative_error(exported[4:5], alone) < CHUNKED_F32
+
+    rest_lengths = tuple(length - tokens for length, tokens in EXPORTS.items())
+    resumed = {**_tokens(inputs, rest), "state": exported}
+    o, state = prefill(*resumed.values(), offsets(rest_lengths), **settings)
+    assert relative_error(o, want_o[rest]) < CHUNKED_F32
+    assert relative_error(state, want_state) < CHUNKED_F32
+
+
+@each_implementation(KDA_PREFILL)
+def test_an_export_sees_nothing_behind_it_and_nothing_of_other_rows(implementation):
+    inputs, rows = _inputs(230, 2), offsets((100, 130))
+    settings = {"lower_bound": -5.0, "implementation": implementation}
+    exports = jnp.asarray([64, 64], jnp.int32)
+    _, _, want = export(*inputs.values(), rows, exports, **settings)
+    dirty = {
+        name: value.at[64:100].set(jnp.nan) if name in "qkvfb" else value
+        for name, value in inputs.items()
+    }
+    _, state, got = export(*dirty.values(), rows, exports, **settings)
+    np.testing.assert_array_equal(got, want)
+    assert np.isnan(state[0]).any()
+    assert np.isfinite(state[1]).all()
+
+
 @pytest.mark.parametrize("chunk", [1, 16, 128])
 def test_chunk_length_does_not_show(chunk):
     inputs, rows = _inputs(130, 2), offsets((30, 100))
@@ -302,15 +358,18 @@ def test_bfloat16_inputs_keep_state_and_arithmetic_in_float32(implementation):
 
 
 def test_bad_arguments_are_named():
-    inputs, rows = _inputs(4), offsets((4,))
+    inputs, rows = _inputs(4), (offsets((4,)), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="chunk is wrong: got 48; expected a power of two"):
-        kda_prefill(*inputs.values(), rows, lower_bound=-5.0, chunk=48)
+        kda_prefill(*inputs.values(), *rows, lower_bound=-5.0, chunk=48)
     with pytest.raises(ValueError, match=r"lower_bound is wrong: got 5\.0; expected a negative"):
-        kda_prefill(*inputs.values(), rows, lower_bound=5.0)
+        kda_prefill(*inputs.values(), *rows, lower_bound=5.0)
     with unchecked_annotations():
         transposed = {**inputs, "state": inputs["state"].swapaxes(-1, -2)}
         with pytest.raises(ValueError, match=r"state_SNDvDk .* Dv=16; expected Dv=24 as in v_TNDv"):
-            kda_prefill(*transposed.values(), rows, lower_bound=-5.0)
+            kda_prefill(*transposed.values(), *rows, lower_bound=-5.0)
+        two = jnp.zeros(2, jnp.int32)
+        with pytest.raises(ValueError, match=r"export_tokens is wrong: got int32\[2\]; expected"):
+            kda_prefill(*inputs.values(), rows[0], two, lower_bound=-5.0)
         narrow = {**inputs, "state": inputs["state"].astype(jnp.bfloat16)}
         with pytest.raises(TypeError, match="dtype of state_SNDvDk is wrong: got bfloat16"):
             kda_decode(*_tokens(narrow, slice(1)).values(), lower_bound=-5.0)
@@ -323,11 +382,13 @@ def test_k3_shapes_trace():
         dims = [(wide, bf16)] * 4 + [(flat, bf16), ((heads,), f32), ((heads, 128), f32)]
         return [jax.ShapeDtypeStruct(*d) for d in (*dims, ((rows, heads, 128, 128), f32))]
 
-    o, state = jax.eval_shape(
+    o, state, exported = jax.eval_shape(
         lambda *a: kda_prefill(*a, lower_bound=-5.0),
         *shapes(8192, 8, 12),
         jax.ShapeDtypeStruct((9,), jnp.int32),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
     )
     assert (o.shape, state.shape) == ((8192, 12, 128), (8, 12, 128, 128))
+    assert exported == state
     o, state = jax.eval_shape(lambda *a: kda_decode(*a, lower_bound=-5.0), *shapes(256, 256, 6))
     assert (o.shape, state.shape) == ((256, 6, 128), (256, 6, 128, 128))

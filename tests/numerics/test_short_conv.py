@@ -18,8 +18,14 @@ from tests.numerics.support import (
     unchecked_annotations,
 )
 
-conv = jax.jit(short_conv, static_argnames="implementation")
+export = jax.jit(short_conv, static_argnames="implementation")
 step = jax.jit(short_conv_step, static_argnames="implementation")
+
+
+def conv(x, weight, history, row_offsets, **settings):
+    """`short_conv` that exports nothing."""
+    none = jnp.zeros(history.shape[0], jnp.int32)
+    return export(x, weight, history, row_offsets, none, **settings)[:2]
 
 
 def _inputs(lengths, *, channels=6, taps=4, slack=0, dtype=jnp.float32):
@@ -104,19 +110,38 @@ def test_bfloat16_inputs_accumulate_in_float32(implementation):
     assert relative_error(y, want) < BF16 / 2
 
 
+@each_implementation(SHORT_CONV)
+def test_exported_history_is_that_of_the_split_row(implementation):
+    exports = {130: 64, 65: 64, 7: 0, 0: 0, 5: 1, 6: 2, 4: 3, 2: 2, 128: 127}
+    lengths = tuple(exports)
+    x, weight, history = _inputs(lengths, slack=9)
+    rows, counts = offsets(lengths), jnp.asarray(tuple(exports.values()), jnp.int32)
+    want_y, want_new = conv(x, weight, history, rows, implementation=implementation)
+    y, new, got = export(x, weight, history, rows, counts, implementation=implementation)
+    np.testing.assert_array_equal(y, want_y)
+    np.testing.assert_array_equal(new, want_new)
+    for row, tokens in enumerate(exports.values()):
+        start = int(rows[row])
+        seen = np.concatenate([history[row], x[start : start + tokens]])
+        np.testing.assert_array_equal(got[row], seen[len(seen) - 3 :])
+
+
 def test_bad_arguments_are_named():
     x, weight, history = _inputs((4,))
+    none = jnp.zeros(1, jnp.int32)
     with unchecked_annotations():
         with pytest.raises(
             ValueError, match="history length is wrong: got 2; expected 3 for 4 taps"
         ):
-            short_conv(x, weight, history[:, 1:], offsets((4,)))
+            short_conv(x, weight, history[:, 1:], offsets((4,)), none)
         with pytest.raises(
             ValueError, match=r"row_offsets is wrong: got int32\[3\]; expected int32"
         ):
-            short_conv(x, weight, history, offsets((2, 2)))
+            short_conv(x, weight, history, offsets((2, 2)), none)
         with pytest.raises(TypeError, match="dtype of weight_KX is wrong: got bfloat16"):
-            short_conv(x, weight.astype(jnp.bfloat16), history, offsets((4,)))
+            short_conv(x, weight.astype(jnp.bfloat16), history, offsets((4,)), none)
+        with pytest.raises(ValueError, match=r"export_tokens is wrong: got int32\[2\]; expected"):
+            short_conv(x, weight, history, offsets((4,)), jnp.zeros(2, jnp.int32))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -124,8 +149,8 @@ def test_k3_shapes_trace(implementation):
     shape = jax.ShapeDtypeStruct
     weight, history = shape((36864, 4), jnp.float32), shape((8, 3, 36864), jnp.bfloat16)
     x = shape((8192, 36864), jnp.bfloat16)
-    rows = shape((9,), jnp.int32)
+    rows, exports = shape((9,), jnp.int32), shape((8,), jnp.int32)
     got = jax.eval_shape(
-        lambda *a: conv(*a, implementation=implementation), x, weight, history, rows
+        lambda *a: export(*a, implementation=implementation), x, weight, history, rows, exports
     )
-    assert got == (x, history)
+    assert got == (x, history, history)

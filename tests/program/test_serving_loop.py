@@ -108,8 +108,8 @@ def test_kf_k09_a_request_with_nan_logits_ends_alone_and_its_pages_are_clean_aga
     for _ in range(6):
         four.step()
     victim = four.state.table.owners["r2"]
-    nan = jnp.full_like(model().pool[:, :, jnp.array(victim.states)], 0xFFFF)
-    model().pool = model().pool.at[:, :, jnp.array(victim.states)].set(nan)
+    nan = jnp.full_like(model().pool[:, :, jnp.array(victim.running_state)], 0xFFFF)
+    model().pool = model().pool.at[:, :, jnp.array(victim.running_state)].set(nan)
     four.finish(lookahead=1)
     assert four.finish_reason("r2") == "error"
     error = four.outputs["r2"][-1].error

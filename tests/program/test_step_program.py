@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from k3jax.buckets import Bucket
-from k3jax.compile import CompileCounter, abstract_arguments, compile_clearing
+from k3jax.compile import (
+    CompileCounter,
+    abstract_arguments,
+    compile_clearing,
+    compile_copying,
+)
 from k3jax.step import Program, serving_step
 from sharding.mesh import make_mesh
 from tests import tiny
@@ -38,10 +43,16 @@ def clearing() -> jax.stages.Compiled:
     return compile_clearing(program(), make_mesh(program().parallel))
 
 
+@functools.cache
+def copying() -> jax.stages.Compiled:
+    return compile_copying(program(), make_mesh(program().parallel))
+
+
 PROGRAMS = {
     "prefill": functools.partial(compiled, PREFILL),
     "decode": functools.partial(compiled, DECODE),
     "clear": clearing,
+    "copy": copying,
 }
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import pytest
 
-from serving.replay import Summary, run_workloads
+from serving.replay import RECORDED, SERVED, Choices, Summary, run_workloads
 
 BATCH = 50
+CHOICES = {"recorded": RECORDED, "served": SERVED}
 
 
-@pytest.mark.parametrize("seed", range(0, 400, BATCH))
-def test_random_workloads_are_sound(seed: int):
-    summary = run_workloads(BATCH, seed)
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES.keys())
+@pytest.mark.parametrize("seed", range(0, 3 * BATCH, BATCH))
+def test_random_workloads_are_sound(seed: int, choices: Choices):
+    summary = run_workloads(BATCH, seed, choices)
     assert summary == Summary(workloads=BATCH, steps=summary.steps)
     assert summary.steps > BATCH
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10_000, 20_000, 1000))
-def test_many_random_workloads_are_sound(seed: int):
-    assert run_workloads(1000, seed).first is None
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES.keys())
+@pytest.mark.parametrize("seed", range(10_000, 15_000, 1000))
+def test_many_random_workloads_are_sound(seed: int, choices: Choices):
+    assert run_workloads(1000, seed, choices).first is None

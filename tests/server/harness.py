@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from serving.engine import Counts, Engine
-from serving.page_table import empty_table
+from serving.page_table import CachePolicy, empty_table
 from serving.plan import StepResult
 from serving.rpc.bundle import build_bundle
 from serving.rpc.lifecycle import Lifecycle, Served
@@ -169,16 +169,18 @@ def fake_load(
     *,
     page_tokens: int = 4,
     num_pages: int = 100,
+    policy: CachePolicy | None = None,
     **limits: int,
 ) -> Callable[[OnFailure], Served]:
-    """A load that takes no time. `limits` are those of `fake_limits`."""
+    """A load that takes no time. `limits` are those of `fake_limits`; the default `policy` is to
+    reuse nothing."""
     geometry = fake_geometry(page_tokens=page_tokens)
     limits.setdefault("max_waiting_tokens", max(1000, limits.get("max_context_tokens", 0)))
     bounds = fake_limits(geometry, num_pages=num_pages, **limits)
     device = executor or FakeExecutor(geometry, num_pages=num_pages, max_rows=bounds.max_rows)
 
     def load(on_failure: OnFailure) -> Served:
-        table = empty_table(geometry, num_pages)
+        table = empty_table(geometry, num_pages, policy)
         engine = Engine(device, bounds, table, on_failure=on_failure)
         return Served(engine=engine, limits=bounds, page_tokens=geometry.page_tokens)
 
@@ -200,7 +202,12 @@ async def serving(
     """Run a server; on the way out it is stopped, and its own errors are the test's to look at."""
     lifecycle = Lifecycle()
     service = EngineService(
-        ServiceConfig(dtype="float32", max_rows=4, output_buffer_tokens=output_buffer_tokens),
+        ServiceConfig(
+            dtype="float32",
+            max_rows=4,
+            unit_tokens=2,
+            output_buffer_tokens=output_buffer_tokens,
+        ),
         model_info(has_tokenizer=folder is not None),
         lifecycle,
         tokenizer=load_folder(folder) if folder else None,

@@ -56,7 +56,7 @@ async def test_client_prints_the_answer(tmp_path: Path):
         run = await client("--address", harness.address, *options, "HI 1!")
     assert run.code == 0, run.stderr
     assert run.stdout == text_of("HI 1!", 12, seed=5) + "\n"
-    assert "finish_reason=length prompt_tokens=5 completion_tokens=12" in run.stderr
+    assert "finish_reason=length prompt_tokens=5 completion_tokens=12 cached_tokens=0" in run.stderr
 
 
 async def test_kf_v19_client_does_not_print_the_end_token(tmp_path: Path):

@@ -18,6 +18,8 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from serving import scheduler
+from serving.record import read_record, replay
 from serving.rpc.protocol import Stub, messages
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +64,8 @@ def serve(port: int, cache_dir: Path, *options: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     port = free_port()
-    process = serve(port, tmp_path_factory.mktemp("cache"))
+    cache_dir = tmp_path_factory.mktemp("cache")
+    process = serve(port, cache_dir, "--record", str(cache_dir / "record"))
     assert process.stdout is not None
     lines, end_s = [], time.monotonic() + START_S
     for line in process.stdout:
@@ -75,6 +78,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=STOP_S)
     assert process.returncode == 0, output
+    *_, last = replay(*read_record(cache_dir / "record"))
+    assert scheduler.is_idle(last.state)
+    assert f"steps={last.state.next_step_id} " in output
 
 
 def request(request_id: str, prompt_length: int, max_tokens: int) -> messages.GenerateRequest:
@@ -151,6 +157,21 @@ async def test_eight_streams_of_which_five_end_and_equal_their_solo_runs(
         while await used_tokens(stub):
             assert time.monotonic() < end_s, "pages were not released"
             await asyncio.sleep(0.02)
+
+
+async def test_shared_prompt_is_not_computed_again_and_gives_the_same_answer(
+    server: RunningServer,
+) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = Stub(channel)
+        replies = [
+            [reply async for reply in stub.Generate(request(name, 300, 24))]
+            for name in ("cold", "warm")
+        ]
+    assert [reply[-1].complete.cached_tokens for reply in replies] == [0, 256]
+    cold, warm = ([id for r in reply for id in r.chunk.token_ids] for reply in replies)
+    assert len(cold) == 24
+    assert cold == warm
 
 
 def test_client_streams_text(server: RunningServer) -> None:

@@ -246,7 +246,6 @@ async def test_methods_that_are_not_there_say_so():
     async with serving() as harness:
         stub = harness.stub
         calls = {
-            "FlushCache": stub.FlushCache(common.FlushCacheRequest()),
             "Embed": stub.Embed(messages.EmbedRequest()),
             "StartProfile": stub.StartProfile(common.StartProfileRequest()),
             "StopProfile": stub.StopProfile(common.StopProfileRequest()),

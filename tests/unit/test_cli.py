@@ -8,14 +8,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from k3jax.config import ConfigError
 from serving import cli
+from serving.cache_options import cache_policy
 from serving.options import Options, build_parser, parse_options
+from serving.page_table import PageGeometry
+from serving.page_table.policy import CachePolicy
 from serving.server import ServerError, StoppedWhileLoadingError
 from serving.tokenizer import TokenizerError
+from tests.fakes import fake_geometry
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "data" / "k3-tiny"
@@ -63,6 +68,10 @@ def test_sizes_have_units(text: str, size: int):
         ["--drain-seconds", "-1"],
         ["--drain-seconds", "nan"],
         ["--dtype", "float64"],
+        ["--prefix-cache", "maybe"],
+        ["--hash-block-size", "0"],
+        ["--state-retention", "0"],
+        ["--state-retention", "none"],
         ["--experts", "dp"],
         ["--max-row", "3"],
         ["surplus"],
@@ -89,7 +98,15 @@ def test_help_shows_every_group_and_needs_no_jax():
     )
     assert run.returncode == 0
     assert run.stderr.strip() == "False"
-    for group in ("model:", "mesh:", "cache:", "scheduling:", "network:", "exit codes:"):
+    for group in (
+        "model:",
+        "mesh:",
+        "cache:",
+        "prefix reuse:",
+        "scheduling:",
+        "network:",
+        "exit codes:",
+    ):
         assert f"\n{group}" in run.stdout
 
 
@@ -131,6 +148,75 @@ def test_configuration_that_does_not_fit_is_refused(arguments: list[str], messag
         cli.prepare(parse_options(["--model", str(MODEL), *arguments]))
 
 
+@pytest.mark.parametrize(
+    ("page_tokens", "num_state_pages", "unit_tokens"),
+    [
+        (768, 3, 128),
+        (5760, 3, 128),
+        (192, 3, 64),
+        (80, 1, 16),
+        (5, 1, 1),
+        (64, 0, 64),
+        (192, 0, 192),
+    ],
+)
+def test_prefix_key_has_128_tokens_unless_the_page_is_no_multiple(
+    page_tokens: int, num_state_pages: int, unit_tokens: int
+):
+    geometry = fake_geometry(page_tokens=page_tokens, num_state_pages=num_state_pages)
+    assert policy_of(geometry).unit_tokens == unit_tokens
+
+
+def test_cache_options_reach_the_policy():
+    options = parse_options([])
+    assert (options.prefix_cache, options.answer_end_state) == ("on", "on")
+    assert options.state_retention == "semantic"
+    policy = cli.prepare(parse_options(["--model", str(MODEL)])).policy
+    assert (policy.enabled, policy.retention_tokens, policy.keep_answer_end) == (True, 0, True)
+    arguments = ["--prefix-cache", "off", "--state-retention", "dense", "--answer-end-state", "off"]
+    policy = cli.prepare(parse_options(["--model", str(MODEL), *arguments])).policy
+    assert (policy.enabled, policy.retention_tokens, policy.keep_answer_end) == (False, None, False)
+
+
+def test_state_can_be_kept_every_so_many_tokens():
+    assert policy_of(fake_geometry(page_tokens=64), state_retention=128).retention_tokens == 128
+
+
+@pytest.mark.parametrize(("hash_block_size", "is_fine"), [(128, False), (64, True)])
+def test_kf_c05_prefix_that_ends_inside_a_page_is_found(hash_block_size: int, is_fine: bool):
+    policy = policy_of(fake_geometry(page_tokens=128), hash_block_size=hash_block_size)
+    assert policy.key_every_unit == policy.checkpoint_junctions == is_fine
+
+
+def test_model_without_recurrent_layers_exports_no_state():
+    assert policy_of(fake_geometry(num_state_pages=3), export_tokens=16).export_tokens == 16
+    assert policy_of(fake_geometry(num_state_pages=0), export_tokens=16).export_tokens is None
+
+
+def test_kf_c18_sizes_that_do_not_divide_are_named_all_at_once():
+    arguments = ["--hash-block-size", "100", "--state-retention", "1000"]
+    with pytest.raises(ConfigError) as error:
+        cli.prepare(parse_options(["--model", str(MODEL), *arguments]))
+    unit, retention = error.value.problems
+    assert "got 100; expected a divisor of page_tokens = 128" in unit
+    assert "got 1000; expected 0 or a multiple of page_tokens = 128" in retention
+    assert "--hash-block-size" in unit
+    assert "--state-retention" in retention
+
+
+def test_kf_c18_prefix_key_of_a_model_without_recurrent_layers_is_the_page():
+    geometry = fake_geometry(page_tokens=64, num_state_pages=0)
+    assert policy_of(geometry, hash_block_size=64).unit_tokens == 64
+    with pytest.raises(ConfigError, match="got 32; expected page_tokens = 64"):
+        policy_of(geometry, hash_block_size=32)
+
+
+def test_record_of_an_earlier_run_is_not_overwritten(tmp_path: Path):
+    (tmp_path / "record").write_text("old")
+    with pytest.raises(ConfigError, match=r"record exists already: got .*record; expected a new"):
+        cli.prepare(parse_options(["--model", str(MODEL), "--record", str(tmp_path / "record")]))
+
+
 def test_folder_without_config_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"config\.json") as error:
         cli.prepare(parse_options(["--model", str(tmp_path)]))
@@ -166,6 +252,16 @@ def test_stop_while_loading_leaves_the_busy_thread_behind(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "_exit", codes.append)
     cli.main([])
     assert codes == [0]
+
+
+def policy_of(geometry: PageGeometry, **options: Any) -> CachePolicy:
+    defaults: dict[str, Any] = {
+        "is_enabled": True,
+        "hash_block_size": None,
+        "state_retention": "semantic",
+        "keep_answer_end": True,
+    }
+    return cache_policy(geometry, **defaults | options)
 
 
 def _raising(error: Exception):

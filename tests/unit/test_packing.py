@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from k3jax.buckets import Bucket
-from k3jax.inputs import FROM_DEVICE, spans
+from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, spans
 from serving.packing import pack_plan
-from serving.plan import RowPlan, StepPlan
+from serving.plan import RowPlan, StateExport, StepPlan
 from serving.request import SamplingParams
 
 NUM_GROUPS = 2
@@ -135,6 +135,37 @@ def test_a_model_without_recurrent_layers_packs_no_states():
     )
     arrays = unpack(pack_plan(plan_of(bucket, bare), 0, SCRATCH_SLOT), bucket, 0)
     assert arrays["state_source"].shape == (1, 0)
+
+
+def test_exports_are_counted_from_the_row_s_first_token():
+    bucket = Bucket("prefill", 200, 4, 3)
+    long = tuple(range(130))
+    plan = plan_of(
+        bucket,
+        row("a", slot=1, start=0, tokens=(1, 2), pages=(5,)),
+        row("b", slot=2, start=16, tokens=long, pages=(6,))._replace(
+            export=StateExport(16 + 2 * EXPORT_TOKENS, (71, 72))
+        ),
+    )
+    arrays = unpack(pack_plan(plan, NUM_GROUPS, SCRATCH_SLOT), bucket)
+    np.testing.assert_array_equal(arrays["export_tokens"], [0, 2 * EXPORT_TOKENS, 0, 0])
+    np.testing.assert_array_equal(arrays["export_pages"], [[0, 0], [71, 72], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("position", [0, 16, 40, 16 + EXPORT_TOKENS - 1, 16 + 2 * EXPORT_TOKENS])
+def test_an_export_that_no_step_can_make_is_an_error(position: int):
+    tokens = tuple(range(2 * EXPORT_TOKENS))
+    one = row("a", slot=0, start=16, tokens=tokens, pages=(5,))
+    plan = plan_of(Bucket("prefill", 128, 1, 1), one._replace(export=StateExport(position, (7, 8))))
+    with pytest.raises(ValueError, match=f"export of 'a' cannot be made: got position {position} "):
+        pack_plan(plan, NUM_GROUPS, SCRATCH_SLOT)
+
+
+def test_a_decode_row_exports_nothing():
+    one = row("a", slot=0, start=63, tokens=None, pages=(5,))
+    plan = plan_of(Bucket("decode", 1, 1, 1), one._replace(export=StateExport(64, (7, 8))))
+    with pytest.raises(ValueError, match="in a decode row of 1 tokens from 63"):
+        pack_plan(plan, NUM_GROUPS, SCRATCH_SLOT)
 
 
 def test_every_step_gets_its_own_buffer():
