@@ -64,6 +64,7 @@ class Chunk(NamedTuple):
       processed: tokens that committed steps have computed; older states are given up.
       known: tokens of the request whose ids the host has.
       keys: prefix keys of the known tokens.
+      may_export: whether a state inside the chunk may be kept as well, if there is one to keep.
     """
 
     step_id: int
@@ -74,6 +75,7 @@ class Chunk(NamedTuple):
     known: int
     keys: Sequence[bytes]
     num_drafts: int = 0
+    may_export: bool = True
 
 
 def admit(
@@ -122,15 +124,14 @@ def admit(
         keyed_tokens=hit.tokens // page_tokens * page_tokens,
     )
     is_partial = hit.tokens % page_tokens > 0
-    whole = chunk._replace(end=max(room_for, chunk.end), num_drafts=0)
-    required = is_partial + max(
-        _num_new_pages(table, edit, allocation, whole),
-        _num_new_pages(table, edit, allocation, chunk),
-    )
-    if required + num_spare > edit.num_free:
-        raise OutOfPages(
-            f"too few free pages: got {edit.num_free}; expected {required + num_spare}"
-        )
+    demand = _demand(table, edit, allocation, chunk)
+    required = demand.num_pages
+    if room_for > chunk.end:
+        whole = chunk._replace(end=room_for, num_drafts=0)
+        required = max(required, _demand(table, edit, allocation, whole).num_pages)
+    required += is_partial + num_spare
+    if required > edit.num_free:
+        raise OutOfPages(f"too few free pages: got {edit.num_free}; expected {required}")
     effects: list[Effect] = []
     if is_partial:
         source = hit.attention[-1]
@@ -138,7 +139,7 @@ def admit(
         edit.pin((source,))
         allocation = allocation._replace(attention=(*hit.attention[:-1], private))
         effects = [Clear((private,)), Copy(source, private, hit.tokens % page_tokens)]
-    allocation, more = _grow(table, edit, allocation, chunk)
+    allocation, more = _grow(table, edit, allocation, chunk, demand)
     _set_owner(table, edit, request_id, allocation, chunk)
     return edit.finish(), (*effects, *more)
 
@@ -159,17 +160,19 @@ def extend(
     """
     allocation = _owned(table, request_id)
     edit = Edit(table)
-    for bundle in state_columns.stale(allocation.states, chunk.processed, table.column_tokens):
-        edit.release(bundle)
-    allocation = allocation._replace(
-        states=state_columns.without_stale(allocation.states, chunk.processed, table.column_tokens)
+    stale, states = state_columns.split_stale(
+        allocation.states, chunk.processed, table.column_tokens
     )
+    if stale:
+        for bundle in stale:
+            edit.release(bundle)
+        allocation = allocation._replace(states=states)
     if in_place:
         allocation = _in_place(table, edit, allocation, chunk)
-    required = _num_new_pages(table, edit, allocation, chunk)
-    if required > edit.num_free:
-        raise OutOfPages(f"too few free pages: got {edit.num_free}; expected {required}")
-    allocation, effects = _grow(table, edit, allocation, chunk)
+    demand = _demand(table, edit, allocation, chunk)
+    if demand.num_pages > edit.num_free:
+        raise OutOfPages(f"too few free pages: got {edit.num_free}; expected {demand.num_pages}")
+    allocation, effects = _grow(table, edit, allocation, chunk, demand)
     _set_owner(table, edit, request_id, allocation, chunk)
     return edit.finish(), effects
 
@@ -188,7 +191,7 @@ def settle(table: PageTable) -> PageTable:
 
 def commit_step(table: PageTable, step_id: int) -> PageTable:
     """A step has completed: what it wrote is visible."""
-    return Edit(table).finish(committed=step_id)
+    return table._replace(committed=step_id)
 
 
 def publish(table: PageTable, request_id: str, computed: int, keys: Sequence[bytes]) -> PageTable:
@@ -282,15 +285,37 @@ def reset(table: PageTable) -> PageTable:
 # ---- parts of admit and extend ----
 
 
-def _num_new_pages(table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk) -> int:
-    """Pages to take for a chunk. A kept answer end does not count: it can always be left out."""
-    attention = _attention_pages(table, chunk) - len(allocation.attention)
-    needed = _state_need(table, edit, allocation, chunk, _export_at(table, allocation, chunk) > 0)
-    return max(0, attention) + needed.num_new * table.geometry.num_state_pages
+class _Demand(NamedTuple):
+    """What a chunk takes. A kept answer end does not count: it can always be left out.
+
+    Attributes:
+      num_attention: attention pages to take.
+      export_at: tokens of the state to export, or 0.
+    """
+
+    num_attention: int
+    states: state_columns.Need
+    export_at: int
+    num_pages: int
 
 
-def _attention_pages(table: PageTable, chunk: Chunk) -> int:
-    return table.geometry.attention_pages(chunk.end + table.policy.lookahead_slots)
+def _demand(table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk) -> _Demand:
+    export_at = 0
+    if table.policy.export_tokens is not None and chunk.may_export:
+        export_at = export_position(
+            chunk.start,
+            chunk.end,
+            prefill_end=chunk.prefill_end,
+            prompt_tokens=allocation.prompt_tokens,
+            junction=allocation.junction,
+            page_tokens=table.geometry.page_tokens,
+            policy=table.policy,
+        )
+    last = chunk.end + table.policy.lookahead_slots
+    attention = max(0, table.geometry.attention_pages(last) - len(allocation.attention))
+    needed = _state_need(table, edit, allocation, chunk, export_at)
+    num_pages = attention + needed.num_new * table.geometry.num_state_pages
+    return _Demand(attention, needed, export_at, num_pages)
 
 
 def _state_need(
@@ -298,7 +323,7 @@ def _state_need(
     edit: Edit,
     allocation: Allocation,
     chunk: Chunk,
-    has_export: bool,
+    export_at: int,
     keep: Bundle | None = None,
 ) -> state_columns.Need:
     return state_columns.need(
@@ -306,21 +331,9 @@ def _state_need(
         chunk.start,
         chunk.end,
         num_slots=table.policy.num_state_slots,
-        has_export=has_export,
+        has_export=export_at > 0,
         page_tokens=table.column_tokens,
         is_kept=lambda bundle: bundle == keep or edit.is_kept(bundle),
-    )
-
-
-def _export_at(table: PageTable, allocation: Allocation, chunk: Chunk) -> int:
-    return export_position(
-        chunk.start,
-        chunk.end,
-        prefill_end=chunk.prefill_end,
-        prompt_tokens=allocation.prompt_tokens,
-        junction=allocation.junction,
-        page_tokens=table.geometry.page_tokens,
-        policy=table.policy,
     )
 
 
@@ -336,79 +349,75 @@ def _in_place(table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk
 
 
 def _grow(
-    table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk
+    table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk, demand: _Demand
 ) -> tuple[Allocation, tuple[Effect, ...]]:
     """Take the pages of a chunk, for which there is room."""
-    effects: list[Effect] = []
-    missing = _attention_pages(table, chunk) - len(allocation.attention)
-    if missing > 0:
-        pages = edit.take(missing)
-        allocation = allocation._replace(attention=allocation.attention + pages)
-        effects.append(Clear(pages))
-    if table.geometry.num_state_pages:
-        allocation, move = _move_state(table, edit, allocation, chunk)
-        effects.append(move)
-    return allocation, tuple(effects)
+    effects: tuple[Effect, ...] = ()
+    attention = allocation.attention
+    if demand.num_attention:
+        pages = edit.take(demand.num_attention)
+        attention += pages
+        effects = (Clear(pages),)
+    if not table.geometry.num_state_pages:
+        return allocation._replace(attention=attention), effects
+    columns, move, answer_end = _move_state(table, edit, allocation, chunk, demand)
+    allocation = allocation._replace(
+        attention=attention, states=columns, running_state=move.target, answer_end=answer_end
+    )
+    return allocation, (*effects, move)
 
 
 def _move_state(
-    table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk
-) -> tuple[Allocation, Move]:
+    table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk, demand: _Demand
+) -> tuple[Columns, Move, tuple[int, Bundle] | None]:
     """Take the bundles of a chunk and say where its states go."""
-    export_at = _export_at(table, allocation, chunk)
-    needed = _state_need(table, edit, allocation, chunk, export_at > 0)
+    needed, old = demand.states, allocation.answer_end
     keep = _answer_end(table, edit, allocation, chunk, needed)
     spare: tuple[Bundle, ...] = ()
     if keep is not None:
-        needed = _state_need(table, edit, allocation, chunk, export_at > 0, keep.pages)
-        spare = (allocation.answer_end[1],) if allocation.answer_end else ()
-    new = (*spare[: needed.num_new], *edit.take_bundles(max(0, needed.num_new - len(spare))))
+        needed = _state_need(table, edit, allocation, chunk, demand.export_at, keep)
+        spare = (old[1],) if old else ()
+    num_taken = needed.num_new - len(spare)
+    new = (*spare[: needed.num_new], *(edit.take_bundles(num_taken) if num_taken > 0 else ()))
     columns, move = state_columns.advance(
-        allocation.states,
         chunk.start,
         chunk.end,
         needed,
         new,
         num_drafts=chunk.num_drafts,
         num_slots=table.policy.num_state_slots,
-        export_at=export_at,
+        export_at=demand.export_at,
     )
     if keep is not None:
         for bundle in spare[needed.num_new :]:
             edit.release(bundle)
-        columns = columns._replace(
-            columns=tuple(c for c in columns.columns if c.pages != keep.pages)
-        )
-        allocation = allocation._replace(answer_end=(keep.tokens, keep.pages))
-        edit.reference(keep.pages)  # it may be shed in this step, which still reads it
-        edit.pin(keep.pages)
-    elif move.replaced is not None:
+        columns = columns._replace(columns=tuple(c for c in columns.columns if c.pages != keep))
+        edit.reference(keep)  # it may be shed in this step, which still reads it
+        edit.pin(keep)
+        return columns, move, (chunk.start, keep)
+    if move.replaced is not None:
         if allocation.states.running != SCRATCH:  # the request parts from an entry of its own
             edit.part(move.replaced)
         edit.pin(move.replaced)
-    return allocation._replace(states=columns, running_state=move.target), move
+    return columns, move, old
 
 
 def _answer_end(
-    table: PageTable,
-    edit: Edit,
-    allocation: Allocation,
-    chunk: Chunk,
-    needed: state_columns.Need,
-) -> Column | None:
+    table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk, needed: state_columns.Need
+) -> Bundle | None:
     """The state at the start of a decoding step, if it is to be kept as the answer's last one."""
+    policy, source = table.policy, needed.source
     if (
-        not table.policy.keep_answer_end
+        not policy.keep_answer_end
         or chunk.start < chunk.prefill_end
-        or chunk.start % table.policy.unit_tokens
+        or chunk.start % policy.unit_tokens
+        or source is None
+        or edit.is_kept(source.pages)
     ):
-        return None
-    source = state_columns.source_of(allocation.states, chunk.start)
-    if source is None or edit.is_kept(source.pages):
         return None
     extra = source.place == needed.target and allocation.answer_end is None
     room = edit.num_free - (needed.num_new + extra) * table.geometry.num_state_pages
-    return source if room >= 0 else None
+    return source.pages if room >= 0 else None
 
 
 def _set_owner(
@@ -438,14 +447,36 @@ def _quiet_until(table: PageTable, allocation: Allocation, chunk: Chunk) -> int:
     return max(end, min(bounds))
 
 
-def _keeps(table: PageTable, allocation: Allocation, position: int) -> bool:
-    return table.policy.enabled and keeps_state(
+def _keeps(
+    table: PageTable, allocation: Allocation, position: int, *, junction: int | None = None
+) -> bool:
+    policy = table.policy
+    if not policy.enabled or position % policy.unit_tokens:
+        return False
+    return keeps_state(
         position,
         prompt_tokens=allocation.prompt_tokens,
-        junction=allocation.junction,
+        junction=allocation.junction if junction is None else junction,
         page_tokens=table.geometry.page_tokens,
-        policy=table.policy,
+        policy=policy,
     )
+
+
+def next_key(table: PageTable, request_id: str) -> int:
+    """Computed tokens at which `publish` may find something new for a decoding request."""
+    allocation = _owned(table, request_id)
+    return _first_key(table, allocation)[0]
+
+
+def _first_key(table: PageTable, allocation: Allocation) -> tuple[int, int]:
+    """The next position that may get a key, and the distance of those after it.
+
+    After the prompt only full pages have keys, unless every unit has one.
+    """
+    unit, keyed = table.policy.unit_tokens, allocation.keyed_tokens
+    is_plain = not table.policy.key_every_unit and keyed >= allocation.prompt_tokens
+    stride = table.geometry.page_tokens if is_plain else unit
+    return (keyed // stride + 1) * stride, stride
 
 
 def _publish(
@@ -467,27 +498,29 @@ def _publish(
 
     def add(pages: Bundle, tokens: int, *, is_state: bool) -> None:
         key = keys[tokens // unit - 1]
-        is_junction = is_state and not _keeps(table, allocation._replace(junction=0), tokens)
+        is_junction = is_state and not _keeps(table, allocation, tokens, junction=0)
         entry = Entry(pages, tokens, step, is_junction)
         is_new = edit.publish(entry, key, is_state=is_state)
         if is_new and step > table.committed:
             pending.append(PendingKey(step, key, pages[0]))
 
-    # Only full pages from here on have keys, except around the end of the prompt.
-    first, prompt = allocation.keyed_tokens + unit, allocation.prompt_tokens
-    is_plain = not policy.key_every_unit and first > prompt
-    stride = page_tokens if is_plain else unit
-    for tokens in range(-(-first // stride) * stride, limit + 1, stride):
+    prompt = allocation.prompt_tokens
+    first, stride = _first_key(table, allocation)
+    for tokens in range(first, limit + 1, stride):
         if is_keyed(tokens, prompt, page_tokens, policy):
             add((allocation.attention[(tokens - 1) // page_tokens],), tokens, is_state=False)
     for index, pages, tokens in allocation.states.columns:
-        is_home = index == column_of(tokens, page_tokens)  # not a slot, which is written again
-        if 0 < tokens <= limit and is_home and _keeps(table, allocation, tokens):
+        # After drafts only a state in its own column is not written again.
+        is_final = not allocation.states.had_drafts or index == column_of(tokens, page_tokens)
+        if 0 < tokens <= limit and is_final and _keeps(table, allocation, tokens):
             add(pages, tokens, is_state=True)
     if pending:
         old = (one for one in table.pending.get(request_id, ()) if one.step > table.committed)
         edit.set_pending(request_id, (*old, *pending))
-    return allocation._replace(keyed_tokens=max(allocation.keyed_tokens, limit // unit * unit))
+    keyed = limit // unit * unit
+    return (
+        allocation._replace(keyed_tokens=keyed) if keyed > allocation.keyed_tokens else allocation
+    )
 
 
 def _publish_answer_end(

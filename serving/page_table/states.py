@@ -69,8 +69,17 @@ class Move(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Bundles that a step takes from the pool, by column; `moved` are scratch ones used first."""
+    """What a step needs.
 
+    Attributes:
+      source: column of the state before the step, if there is one.
+      target: place of the state after it.
+      missing: places that need a bundle; `moved` are scratch bundles that are used for them first.
+      kept: columns that stay.
+      replaces_source: whether the source must be kept but is in the target's place.
+    """
+
+    source: Column | None
     target: int
     missing: tuple[int, ...]
     moved: tuple[Bundle, ...]
@@ -93,8 +102,7 @@ def source_of(states: Columns, start: int) -> Column | None:
     Steps without a draft advance the running state in place, so its count may be behind.
     """
     if states.running != SCRATCH and not states.had_drafts:
-        column = next(c for c in states.columns if c.place == states.running)
-        return column._replace(tokens=start)
+        return next(c for c in states.columns if c.place == states.running)
     return next((c for c in reversed(states.columns) if c.tokens == start), None)
 
 
@@ -114,25 +122,24 @@ def need(
       is_kept: whether a bundle must not be written to.
     """
     target = column_of(end, page_tokens)
-    first = target - has_export
-    slots = range(states.width - num_slots, states.width) if states.running != SCRATCH else ()
-    kept: list[Column] = []
-    moved: list[Bundle] = []
-    for column in states.columns:
-        if column.place < first and column.place in slots:
-            moved.append(column.pages)
-        else:
-            kept.append(column)
-    present = {column.place for column in kept}
-    missing = tuple(i for i in range(first, target + num_slots + 1) if i not in present)
+    kept, moved, missing = states.columns, (), (target,)
+    if num_slots or has_export:
+        first = target - has_export
+        slots = range(states.width - num_slots, states.width) if states.running != SCRATCH else ()
+        left_behind = [c for c in states.columns if c.place < first and c.place in slots]
+        moved = tuple(c.pages for c in left_behind)
+        kept = tuple(c for c in states.columns if c not in left_behind)
+        missing = tuple(range(first, target + num_slots + 1))
+    present = [c.place for c in kept]
+    missing = tuple(place for place in missing if place not in present)
     source = source_of(states, start)
     replaces_source = source is not None and source.place == target and is_kept(source.pages)
-    return Need(target, missing, tuple(moved), tuple(kept), replaces_source)
+    return Need(source, target, missing, moved, kept, replaces_source)
 
 
 def advance(
-    states: Columns, start: int, end: int, needed: Need, new: Sequence[Bundle], *, num_drafts: int,
-    num_slots: int, export_at: int,
+    start: int, end: int, needed: Need, new: Sequence[Bundle], *, num_drafts: int, num_slots: int,
+    export_at: int,
 ) -> tuple[Columns, Move]:  # fmt: skip
     """Carry out what `need` found.
 
@@ -140,50 +147,47 @@ def advance(
       new: `needed.num_new` bundles.
       export_at: tokens of the exported state; 0 for none.
     """
+    source, target = needed.source, needed.target
     bundles = [*needed.moved, *new]
-    source = source_of(states, start)
     pages = {column.place: column.pages for column in needed.kept}
     tokens = {column.place: column.tokens for column in needed.kept}
     replaced = None
     if source is not None and source.place in tokens:
         tokens[source.place] = start
-    if needed.replaces_source and source is not None:
-        replaced = source.pages
-        pages[source.place] = bundles.pop()
-    for index, bundle in zip(needed.missing, bundles, strict=True):
-        pages[index] = bundle
-    target = needed.target
-    for slot in range(num_slots + 1):
+        if needed.replaces_source:
+            replaced = source.pages
+            pages[source.place] = bundles.pop()
+    for place, bundle in zip(needed.missing, bundles, strict=True):
+        pages[place] = bundle
+    tokens[target] = end - num_drafts
+    for slot in range(1, num_slots + 1):
         tokens[target + slot] = end - num_drafts + slot if slot <= num_drafts else SCRATCH
     if export_at:
         tokens[target - 1] = export_at
-    columns = tuple(Column(i, pages[i], tokens[i]) for i in sorted(pages))
+    columns = tuple([Column(place, pages[place], tokens[place]) for place in sorted(pages)])
     move = Move(
-        source=source.pages if source is not None else pages[target],
-        target=pages[target],
-        draft_states=tuple(pages[target + j] for j in range(1, min(num_drafts, num_slots) + 1)),
-        export=pages[target - 1] if export_at else None,
-        export_at=export_at,
-        replaced=replaced,
+        pages[target] if source is None else source.pages,
+        pages[target],
+        tuple([pages[target + j] for j in range(1, min(num_drafts, num_slots) + 1)]),
+        pages[target - 1] if export_at else None,
+        export_at,
+        replaced,
     )
     had_drafts = num_drafts > 0 and num_slots > 0
     return Columns(columns, target + num_slots + 1, target, had_drafts), move
 
 
-def stale(states: Columns, processed: int, page_tokens: int | None) -> tuple[Bundle, ...]:
-    """Bundles of columns that no step to come reads, last one first."""
-    if page_tokens is None:
-        return ()
+def split_stale(
+    states: Columns, processed: int, page_tokens: int | None
+) -> tuple[tuple[Bundle, ...], Columns]:
+    """Bundles of columns that no step to come reads, last one first, and the other columns."""
+    if page_tokens is None or not states.columns:
+        return (), states
     first = column_of(processed, page_tokens)
-    return tuple(c.pages for c in reversed(states.columns) if c.place < first)
-
-
-def without_stale(states: Columns, processed: int, page_tokens: int | None) -> Columns:
-    """The states that remain when `stale` ones are given up."""
-    if page_tokens is None:
-        return states
-    first = column_of(processed, page_tokens)
-    return states._replace(columns=tuple(c for c in states.columns if c.place >= first))
+    if states.columns[0].place >= first:
+        return (), states
+    stale = tuple(c.pages for c in reversed(states.columns) if c.place < first)
+    return stale, states._replace(columns=states.columns[len(stale) :])
 
 
 def with_boundary(states: Columns, boundary: int, page_tokens: int) -> Columns:

@@ -12,7 +12,6 @@ pages to keys; a state is reusable only at the number of tokens that it summariz
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -98,9 +97,8 @@ class Allocation(NamedTuple):
         return (*reversed(self.attention), *by_group, *kept)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PageTable:
-    """Owners, contents and keys of all pages.
+class PageTable(NamedTuple):
+    """Owners, contents and keys of all pages. A named tuple, since every step makes new ones.
 
     Attributes:
       num_pages: pages of the pool, the null page included.
@@ -256,29 +254,29 @@ class Edit:
         self._parted = table.parted
         self._num_evicted = table.num_evicted
 
-    def finish(self, *, committed: int | None = None) -> PageTable:
+    def finish(self) -> PageTable:
         """The next table."""
         base = self._base
         return PageTable(
-            geometry=base.geometry,
-            policy=base.policy,
-            num_pages=base.num_pages,
-            free_bits=self._free_bits,
-            refs=self._refs.finish(),
-            idle=self._idle.finish(),
-            queue=self._queue.finish(),
-            oldest=self._oldest,
-            next_stamp=self._next_stamp,
-            attention=self._attention.finish(),
-            states=self._states.finish(),
-            page_keys=self._page_keys.finish(),
-            owners=self._owners,
-            pending=self._pending,
-            committed=base.committed if committed is None else committed,
-            tickets=self._tickets,
-            pins=self._pins,
-            parted=self._parted,
-            num_evicted=self._num_evicted,
+            base.geometry,
+            base.policy,
+            base.num_pages,
+            self._free_bits,
+            self._refs.finish(),
+            self._idle.finish(),
+            self._queue.finish(),
+            self._attention.finish(),
+            self._states.finish(),
+            self._page_keys.finish(),
+            self._owners,
+            self._pending,
+            self._tickets,
+            self._oldest,
+            self._next_stamp,
+            base.committed,
+            self._pins,
+            self._parted,
+            self._num_evicted,
         )
 
     @property

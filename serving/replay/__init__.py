@@ -4,7 +4,7 @@ pages hold. The trace format is that of the recorded answers in `tests/data/cach
 from serving.replay.content import ContentModel
 from serving.replay.fields import TraceError
 from serving.replay.generate import generate
-from serving.replay.parse import parse_trace
+from serving.replay.parse import is_index, parse_trace
 from serving.replay.run import Report, Summary, replay, run_workloads
 from serving.replay.setup import RECORDED, SERVED, Choices
 from serving.replay.trace import Trace
@@ -21,6 +21,7 @@ __all__ = [
     "TraceError",
     "Violation",
     "generate",
+    "is_index",
     "parse_trace",
     "replay",
     "run_workloads",

@@ -236,10 +236,9 @@ class ContentModel:
         # Without pages for the drafts the device recovers the state of the accepted ones.
         last = verified if row.draft_states else verified + accepted
         written = [(row.state_target, new[last - 1])]
-        running = set(row.state_target)
         for index, bundle in enumerate(row.draft_states[: row.num_drafts]):
             written.append((bundle, new[verified + index]))
-            running.update(bundle)
+        running = written[accepted][0] if row.draft_states else row.state_target
         if row.export is not None:
             written.append((row.export.pages, new[row.export.position - row.start - 1]))
         for bundle, prefix in written:

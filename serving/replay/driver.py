@@ -91,6 +91,18 @@ class Driver:
           RequestError: the scheduler refuses a request.
           InvariantError: the state contradicts itself.
         """
+        answers = self._carry_out(op)
+        scheduler.check_state(self._state, self._limits)
+        return answers
+
+    def check_outputs(self) -> None:
+        """Report requests that ended with other tokens than those of the script."""
+        for request_id, client in self._clients.items():
+            problem = client.problem()
+            if problem is not None:
+                self._report("output", request_id, problem)
+
+    def _carry_out(self, op: Op) -> Answers:
         match op:
             case Add():
                 return self._add(op)
@@ -107,13 +119,6 @@ class Driver:
                 return self._reset()
             case Probe():
                 return self._probe(op)
-
-    def check_outputs(self) -> None:
-        """Report requests that ended with other tokens than those of the script."""
-        for request_id, client in self._clients.items():
-            problem = client.problem()
-            if problem is not None:
-                self._report("output", request_id, problem)
 
     def _add(self, op: Add) -> Answers:
         request = make_request(op)
@@ -246,8 +251,7 @@ class Driver:
             step.withdrawn.add(request_id)
 
     def _look_at_entries(self) -> None:
-        """Verify the state, and what new entries promise."""
-        scheduler.check_state(self._state, self._limits)
+        """Verify what new entries promise."""
         pages = self._log.registered()
         for new in pages - self._known:
             prefix = self._names.find(new.key)

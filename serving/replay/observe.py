@@ -75,12 +75,18 @@ def held(table: PageTable, request_ids: tuple[str, ...], config: TraceConfig) ->
 
 
 def new_pages(plan: StepPlan | None) -> frozenset[int]:
-    """Pages whose bytes a step replaces as a whole."""
+    """Pages that a step takes for something new: they are cleared, or get a state of a row that did
+    not have its state there before."""
     if plan is None:
         return frozenset()
-    bundles = [bundle for row in plan.rows for bundle in (row.state_target, *row.draft_states)]
-    bundles += [row.export.pages for row in plan.rows if row.export is not None]
-    return frozenset((*plan.clear_pages, *(page for bundle in bundles for page in bundle)))
+    pages = set(plan.clear_pages)
+    for row in plan.rows:
+        bundles = (row.state_target, *row.draft_states)
+        if row.export is not None:
+            bundles = (*bundles, row.export.pages)
+        old = row.state_source if row.start else ()
+        pages.update({page for bundle in bundles for page in bundle} - {*old})
+    return frozenset(pages)
 
 
 def _leaves_state(row: RowPlan, page_tokens: int, state_pages: Set[int]) -> bool:

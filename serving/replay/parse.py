@@ -58,6 +58,11 @@ def parse_trace(data: object) -> Trace:
     return trace
 
 
+def is_index(data: object) -> bool:
+    """Whether a decoded JSON file lists traces, as `index.json` beside them does."""
+    return isinstance(data, dict) and "scenarios" in data and "trace" not in data
+
+
 def _config(value: object, path: str) -> TraceConfig:
     read = Fields(value, path)
     config = TraceConfig(

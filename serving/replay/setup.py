@@ -24,11 +24,16 @@ class Choices:
     reserve_running: bool = False
     preempts_itself: bool = True
     keep_answer_end: bool = False
+    key_every_unit: bool = False
 
 
 RECORDED = Choices()
 SERVED = Choices(
-    batching="alternate", reserve_running=True, preempts_itself=False, keep_answer_end=True
+    batching="alternate",
+    reserve_running=True,
+    preempts_itself=False,
+    keep_answer_end=True,
+    key_every_unit=True,
 )
 
 
@@ -91,17 +96,19 @@ def _policy(config: TraceConfig, choices: Choices) -> CachePolicy:
     recurrent = [group for group in config.groups if group.kind == "recurrent"]
     first = recurrent[0] if recurrent else None
     spec = config.spec
+    is_keyed = choices.key_every_unit and config.unit_tokens < config.page_tokens
     return CachePolicy(
         enabled=config.caching,
         unit_tokens=config.unit_tokens,
         retention_tokens=config.retention_tokens,
         tail_drop=spec.tail_drop,
         hash_lookahead_tokens=spec.hash_lookahead_tokens,
-        checkpoint_junctions=spec.shared_prefix_checkpoint,
+        checkpoint_junctions=spec.shared_prefix_checkpoint or is_keyed,
         num_state_slots=first.spec_slots if first else 0,
         export_tokens=first.export_align_tokens if first and first.can_export else None,
         lookahead_slots=spec.lookahead_slots,
         keep_answer_end=choices.keep_answer_end,
+        key_every_unit=is_keyed,
     )
 
 

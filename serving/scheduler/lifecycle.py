@@ -162,7 +162,7 @@ def _publish(row: Running, table: PageTable) -> tuple[Running, PageTable]:
     if row.known >= chain.next_at:
         chain = extend_chain(chain, row.tokens(chain.num_tokens, row.known))
         row = row._replace(chain=chain)
-    if min(row.computed, chain.num_tokens) > table.owners[request_id].keyed_tokens:
+    if min(row.computed, chain.num_tokens) >= page_table.next_key(table, request_id):
         table = page_table.publish(table, request_id, row.computed, chain.keys)
     return row, table
 

@@ -136,7 +136,6 @@ def _admit(
     running ones need next: otherwise it would be preempted, or preempt others, before it gives a
     token. One that would reuse what a step in flight computes waits for that step.
     """
-    cap = _chunk_cap(state, limits)
     for entry in _waiting_in_order(state, limits):
         if not draft.budget or not draft.max_rows:
             break
@@ -149,11 +148,11 @@ def _admit(
         state = reclaim_paused(state, limits, paused, entry)
         if len(state.running) >= limits.max_rows:
             break
-        admitted = _try_admit(state, limits, paused, entry, hit, draft.budget, cap)
-        if admitted is None and not state.running and hit.tokens:
-            # What it would reuse is in its own way: it fits only if nothing is kept.
+        admitted = _try_admit(state, limits, paused, entry, hit, draft)
+        if admitted is None and not state.running:
+            # What is kept for reuse is in its way: without that it fits.
             hit = MISS
-            admitted = _try_admit(state, limits, paused, entry, hit, draft.budget, cap)
+            admitted = _try_admit(state, limits, paused, entry, hit, draft, may_export=False)
         if admitted is None:
             break
         state, row, effects = admitted
@@ -168,8 +167,9 @@ def _try_admit(
     paused: Set[str],
     entry: Waiting,
     hit: Hit,
-    budget: int,
-    cap: int,
+    draft: _Draft,
+    *,
+    may_export: bool = True,
 ) -> tuple[SchedulerState, RowPlan, tuple[Effect, ...]] | None:
     """Admit one request with a hit; None if there is no room for it now."""
     request = entry.request
@@ -184,10 +184,11 @@ def _try_admit(
         arrival=entry.arrival,
         cached_tokens=hit.tokens if entry.cached_tokens is None else entry.cached_tokens,
     )
-    end = _chunk_end(state, limits, row, hit.tokens, hit.junction, budget, cap)
+    cap = _chunk_cap(state, limits)
+    end = _chunk_end(state, limits, row, hit.tokens, hit.junction, draft.budget, cap)
     if end == hit.tokens:
         return None
-    chunk = _chunk(state, row, hit.tokens, end)
+    chunk = _chunk(state, row, hit.tokens, end)._replace(may_export=may_export)
     num_spare = limits.watermark_pages if state.running else 0
     if limits.reserve_running:
         num_spare += num_promised(state, paused)

@@ -37,6 +37,7 @@ def extend_running(
     if limits.preempts_itself and len(state.running) > 1:
         return preempt(state, request_id), None
     state = _shed(state)
+    chunk = chunk._replace(may_export=False)
     try:
         table, effects = page_table.extend(state.table, request_id, chunk, in_place=True)
     except OutOfPages:

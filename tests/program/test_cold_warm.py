@@ -286,3 +286,20 @@ def test_kf_c13_preemption_abort_and_retry_at_random_points(
 
 def _is_done(outputs: list[Output]) -> bool:
     return bool(outputs) and outputs[-1].finish_reason is not None
+
+
+@pytest.mark.parametrize("length", [65, 68, 72])
+def test_a_state_exported_from_inside_a_chunk_is_resumed(length: int) -> None:
+    server = Server(POLICY)
+    tokens = prompt(0, length, length)
+    server.ask(tokens)
+    step = server.step()
+    assert step is not None
+    (export,) = [row.export for row in step.rows]
+    assert export is not None
+    assert export.position == (length - 1) // UNIT * UNIT
+    server.finish()
+    server.ask(tokens)
+    server.finish()
+    assert server.outputs["r1"][-1].cached_tokens == export.position
+    assert server.check_logits() == export.position

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -152,7 +151,7 @@ def test_a_state_gets_a_bundle_of_its_own_in_each_page(cache: PageTable):
 
 def test_out_of_pages_leaves_the_table_as_it_was(table: PageTable):
     table, _ = admit(table, "a", 20)
-    snapshot = dataclasses.replace(table)
+    snapshot = table._replace()
     with pytest.raises(OutOfPages, match="too few free pages: got 2; expected 3"):
         admit(table, "b", 1)
     with pytest.raises(OutOfPages, match="too few free pages: got 2; expected 3"):
@@ -221,7 +220,7 @@ def test_check_names_pages_that_are_owned_wrongly(
     table: PageTable, owned: Allocation, message: str
 ):
     with pytest.raises(InvariantError, match=message):
-        page_table.check(dataclasses.replace(table, owners=Map({"a": owned})))
+        page_table.check(table._replace(owners=Map({"a": owned})))
 
 
 def test_check_names_pages_that_are_lost_or_invented(table: PageTable):
@@ -231,7 +230,7 @@ def test_check_names_pages_that_are_lost_or_invented(table: PageTable):
         (table.free_bits | 1 << 10, "beyond the pool of 10"),
     ]:
         with pytest.raises(InvariantError, match=message):
-            page_table.check(dataclasses.replace(table, free_bits=bits))
+            page_table.check(table._replace(free_bits=bits))
 
 
 def test_check_names_a_state_that_is_reusable_at_another_length(cache: PageTable):
@@ -245,7 +244,7 @@ def test_check_names_a_state_that_is_reusable_at_another_length(cache: PageTable
         )
     )
     with pytest.raises(InvariantError, match="holds 13 tokens; expected 12"):
-        page_table.check(dataclasses.replace(run.table, owners=Map({"a": moved})))
+        page_table.check(run.table._replace(owners=Map({"a": moved})))
 
 
 # ---- policy ---------------------------------------------------------------------------------

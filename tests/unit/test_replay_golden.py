@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from serving import scheduler
+from serving.plan import StepPlan
 from serving.replay import Report, parse_trace, replay
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +56,47 @@ def test_nothing_reads_wrong_bytes_where_the_recorded_engine_did(name: str):
     assert (report.violations, report.error) == ((), None)
 
 
+def without_copies(plan: StepPlan) -> StepPlan:
+    return dataclasses.replace(plan, copies=())
+
+
+def without_clears(plan: StepPlan) -> StepPlan:
+    return dataclasses.replace(plan, clear_pages=())
+
+
+def in_place(plan: StepPlan) -> StepPlan:
+    rows = tuple(row._replace(state_target=row.state_source) for row in plan.rows)
+    return dataclasses.replace(plan, rows=rows)
+
+
+def with_short_copies(plan: StepPlan) -> StepPlan:
+    copies = tuple(copy._replace(num_tokens=copy.num_tokens - 1) for copy in plan.copies)
+    return dataclasses.replace(plan, copies=copies)
+
+
+@pytest.mark.parametrize(
+    ("fault", "rules"),
+    [
+        (without_copies, {"prefix"}),
+        (with_short_copies, {"prefix"}),
+        (without_clears, {"foreign"}),
+        (in_place, {"published"}),
+    ],
+)
+def test_fault_between_scheduler_and_device_is_seen(
+    fault: Callable[[StepPlan], StepPlan], rules: set[str], monkeypatch: pytest.MonkeyPatch
+):
+    plan = scheduler.plan
+
+    def faulty(*args, **kwargs):
+        state, step = plan(*args, **kwargs)
+        return state, step if step is None else fault(step)
+
+    monkeypatch.setattr(scheduler, "plan", faulty)
+    report = replay_file(FOLDER / "g07_cow_resume_two_readers.json")
+    assert {violation.rule for violation in report.violations} >= rules
+
+
 def test_command_prints_a_line_for_each_file_and_fails_if_an_answer_differs(tmp_path: Path):
     data = json.loads((FOLDER / FILES[0]).read_text())
     data["trace"][1]["expect"]["free"] += 1
@@ -68,6 +113,15 @@ def test_command_prints_a_line_for_each_file_and_fails_if_an_answer_differs(tmp_
     }
     assert lines[1]["first"].startswith("op 1: free differs: got ")
     assert result.returncode == 1
+
+
+def test_command_skips_the_list_of_traces():
+    result = run(FOLDER / "index.json", FOLDER / FILES[0])
+    assert [json.loads(line)["file"] for line in result.stdout.splitlines()] == [
+        str(FOLDER / FILES[0])
+    ]
+    assert "index.json: skipped" in result.stderr
+    assert result.returncode == 0
 
 
 def test_command_refuses_a_malformed_file_in_one_line(tmp_path: Path):
