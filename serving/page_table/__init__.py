@@ -10,18 +10,15 @@ from serving.page_table.alignment import (
     pages_in,
     report,
 )
+from serving.page_table.effects import Chunk, Clear, Copy, Effect
+from serving.page_table.invariants import check
 from serving.page_table.keys import KeyChain, chain_of, extend_chain, unit_keys
 from serving.page_table.lifecycle import (
-    Chunk,
-    Clear,
-    Copy,
-    Effect,
     InUse,
     admit,
     commit_step,
     evict,
     extend,
-    next_key,
     publish,
     release,
     reset,
@@ -34,13 +31,13 @@ from serving.page_table.policy import (
     export_position,
 )
 from serving.page_table.prefix import MISS, Hit, Probe, lookup, probe
+from serving.page_table.publishing import next_key
 from serving.page_table.states import Move
 from serving.page_table.table import (
     NULL_PAGE,
     Allocation,
     OutOfPages,
     PageTable,
-    check,
     empty_table,
     entries,
     held,

@@ -57,7 +57,6 @@ class Move(NamedTuple):
       source, target: read before and written after the step.
       draft_states: written after each draft.
       export: written at the exported position, if there is one; `export_at` tokens.
-      replaced: a bundle that the request gives up; others may still want it.
     """
 
     source: Bundle
@@ -65,7 +64,6 @@ class Move(NamedTuple):
     draft_states: tuple[Bundle, ...] = ()
     export: Bundle | None = None
     export_at: int = 0
-    replaced: Bundle | None = None
 
 
 class Need(NamedTuple):
@@ -76,7 +74,8 @@ class Need(NamedTuple):
       target: place of the state after it.
       missing: places that need a bundle; `moved` are scratch bundles that are used for them first.
       kept: columns that stay.
-      replaces_source: whether the source must be kept but is in the target's place.
+      parted: bundles that the request gives up, because it would write to them though others may
+        still read them.
     """
 
     source: Column | None
@@ -84,11 +83,11 @@ class Need(NamedTuple):
     missing: tuple[int, ...]
     moved: tuple[Bundle, ...]
     kept: tuple[Column, ...]
-    replaces_source: bool
+    parted: tuple[Bundle, ...]
 
     @property
     def num_new(self) -> int:
-        return len(self.missing) - len(self.moved) + self.replaces_source
+        return len(self.missing) - len(self.moved)
 
 
 def column_of(tokens: int, page_tokens: int | None) -> int:
@@ -122,19 +121,26 @@ def need(
       is_kept: whether a bundle must not be written to.
     """
     target = column_of(end, page_tokens)
-    kept, moved, missing = states.columns, (), (target,)
-    if num_slots or has_export:
-        first = target - has_export
-        slots = range(states.width - num_slots, states.width) if states.running != SCRATCH else ()
-        left_behind = [c for c in states.columns if c.place < first and c.place in slots]
-        moved = tuple(c.pages for c in left_behind)
-        kept = tuple(c for c in states.columns if c not in left_behind)
-        missing = tuple(range(first, target + num_slots + 1))
-    present = [c.place for c in kept]
-    missing = tuple(place for place in missing if place not in present)
+    first, last = target - has_export, target + num_slots
+    slots = range(states.width - num_slots, states.width) if states.running != SCRATCH else ()
+    kept: list[Column] = []
+    moved: list[Bundle] = []
+    parted: list[Bundle] = []
+    for column in states.columns:
+        place, pages, _ = column
+        is_left_behind = place < first and place in slots
+        if not (is_left_behind or first <= place <= last):
+            kept.append(column)
+        elif is_kept(pages):
+            parted.append(pages)
+        elif is_left_behind:
+            moved.append(pages)
+        else:
+            kept.append(column)
+    present = [column.place for column in kept]
+    missing = tuple([place for place in range(first, last + 1) if place not in present])
     source = source_of(states, start)
-    replaces_source = source is not None and source.place == target and is_kept(source.pages)
-    return Need(source, target, missing, moved, kept, replaces_source)
+    return Need(source, target, missing, tuple(moved), tuple(kept), tuple(parted))
 
 
 def advance(
@@ -151,15 +157,12 @@ def advance(
     bundles = [*needed.moved, *new]
     pages = {column.place: column.pages for column in needed.kept}
     tokens = {column.place: column.tokens for column in needed.kept}
-    replaced = None
     if source is not None and source.place in tokens:
         tokens[source.place] = start
-        if needed.replaces_source:
-            replaced = source.pages
-            pages[source.place] = bundles.pop()
     for place, bundle in zip(needed.missing, bundles, strict=True):
         pages[place] = bundle
-    tokens[target] = end - num_drafts
+    # Without slots only the device knows how many drafts the state will include.
+    tokens[target] = SCRATCH if num_drafts and not num_slots else end - num_drafts
     for slot in range(1, num_slots + 1):
         tokens[target + slot] = end - num_drafts + slot if slot <= num_drafts else SCRATCH
     if export_at:
@@ -171,7 +174,6 @@ def advance(
         tuple([pages[target + j] for j in range(1, min(num_drafts, num_slots) + 1)]),
         pages[target - 1] if export_at else None,
         export_at,
-        replaced,
     )
     had_drafts = num_drafts > 0 and num_slots > 0
     return Columns(columns, target + num_slots + 1, target, had_drafts), move
@@ -188,6 +190,16 @@ def split_stale(
         return (), states
     stale = tuple(c.pages for c in reversed(states.columns) if c.place < first)
     return stale, states._replace(columns=states.columns[len(stale) :])
+
+
+def settled(states: Columns, computed: int) -> Columns:
+    """The states after a step with drafts but without slots, whose outcome is known now."""
+    return states._replace(
+        columns=tuple(
+            c._replace(tokens=computed) if c.place == states.running and c.tokens == SCRATCH else c
+            for c in states.columns
+        )
+    )
 
 
 def with_boundary(states: Columns, boundary: int, page_tokens: int) -> Columns:

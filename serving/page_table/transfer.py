@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serving.page_table.lifecycle import Clear, Effect, publish
+from serving.page_table.edit import Edit
+from serving.page_table.effects import Clear, Effect
+from serving.page_table.lifecycle import publish
 from serving.page_table.states import Column, Columns, column_of
-from serving.page_table.table import Allocation, Edit, PageTable
+from serving.page_table.table import Allocation, PageTable
 from serving.page_table.tickets import Ticket
 from serving.request import InvariantError
 

@@ -361,7 +361,7 @@ def test_kf_c08_a_producer_parts_from_the_state_that_it_published(cache: PageTab
     run.step(10)
     kept = run.table.owners["a"].running_state
     *_, move = run.step(11)
-    assert move == Move(kept, run.table.owners["a"].running_state, replaced=kept)
+    assert move == Move(kept, run.table.owners["a"].running_state)
     assert run.table.owners["a"].running_state != kept
     keys = unit_keys(A[:11], 2)
     assert page_table.lookup(run.table, keys, 10).state == kept
