@@ -33,7 +33,7 @@ from serving.replay.trace import (
 _OUTPUT_STREAM = 9000  # and up; prompts take streams below it
 _SUFFIX_STREAM = 100  # and up: tokens of one prompt alone
 _NUM_SHARED_STREAMS = 3
-_SALTS = ("", "", "", "", "", "salt")
+_SALTS = (*[""] * 9, "salt")
 
 
 def generate(seed: int) -> Trace:
@@ -196,9 +196,9 @@ class _Script:
         """At most `self._max_tokens - 1` tokens: one is left for the output."""
         rng = self._rng
         choice = rng.random()
-        if self._added and choice < 0.15:
+        if self._added and choice < 0.2:
             prompt = rng.choice(self._added).prompt
-        elif self._added and choice < 0.4:
+        elif self._added and choice < 0.6:
             prompt = self._next_turn(rng.choice(self._added))
         else:
             stream = rng.randint(1, _NUM_SHARED_STREAMS)

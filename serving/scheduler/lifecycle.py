@@ -142,7 +142,9 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
                 outputs.append(news)
             else:
                 outputs.append(_not_finite_output(running[request_id]))
-        row = Running(request, output, slot, prefill_end, computed, chain, arrival, cached_tokens)
+        row = Running._make(  # as in planning: faster than the constructor
+            (request, output, slot, prefill_end, computed, chain, arrival, cached_tokens)
+        )
         running[request_id] = row
         # Keys change at the end of a unit only; a token is known one step before it is computed.
         if drafts or is_looking_ahead or (computed + 1) % unit_tokens <= 1:
@@ -171,22 +173,24 @@ def _take_tokens(
     request: Request, output: TokenLog, tokens: tuple[int, ...], cached_tokens: int
 ) -> tuple[TokenLog, Output]:
     """Append sampled tokens to a request, as far as it goes on."""
-    max_tokens, total = request.sampling.max_tokens, output.num_tokens
+    sampling, total = request.sampling, output.num_tokens
     reason: FinishReason | None = None
     for count, token in enumerate(tokens, start=1):
         output = output.append(token)
         total += 1
         if request.ends_with(token):
             reason = "stop"
-        elif total >= max_tokens:
+        elif total >= sampling.max_tokens:
             reason = "length"
         if reason is not None:
             tokens = tokens[:count]
             break
     matched = tokens[-1] if reason == "stop" else None
-    return output, Output(
-        request.request_id, tokens, len(request.prompt), total, reason, matched, None, cached_tokens
-    )
+    prompt_tokens = len(request.prompt)
+    news = (
+        request.request_id, tokens, prompt_tokens, total, reason, matched, None, cached_tokens
+    )  # fmt: skip
+    return output, Output._make(news)
 
 
 def _not_finite_output(row: Running) -> Output:

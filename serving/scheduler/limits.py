@@ -165,7 +165,10 @@ def _check_limits(limits: Limits) -> list[str]:
     ]
     needed = {
         "decode": (limits.max_rows, limits.max_rows),
-        "prefill": (limits.max_prefill_tokens, limits.max_prefill_rows),
+        "prefill": (
+            limits.max_prefill_tokens,
+            limits.max_rows if limits.batching == "mixed" else limits.max_prefill_rows,
+        ),
     }
     for kind, (tokens, rows) in needed.items():
         shapes = [(b.tokens, b.rows) for b in limits.buckets if b.kind == kind]

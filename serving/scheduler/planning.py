@@ -10,6 +10,7 @@ of every later one, and alone it fits (`check_request`). So there is no cycle wi
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Set
 
 from k3jax import buckets
@@ -70,6 +71,8 @@ def plan(
       The state with the step in flight, and the step, or None if no request can go on now.
     """
     for draft in _drafts(state, limits):
+        if draft.kind == "prefill" and not _has_prefill(state):
+            continue
         num_preemptions = state.num_preemptions
         state = _plan_running(state, limits, paused, draft)
         if draft.kind != "decode" and state.num_preemptions == num_preemptions:
@@ -77,6 +80,11 @@ def plan(
         if draft.rows:
             return _launch(state, limits, draft)
     return state, None
+
+
+def _has_prefill(state: SchedulerState) -> bool:
+    running = state.running.values()
+    return bool(state.waiting) or any(row.computed < row.prefill_end for row in running)
 
 
 def _drafts(state: SchedulerState, limits: Limits) -> tuple[_Draft, ...]:
@@ -276,9 +284,11 @@ def _chunk(state: SchedulerState, row: Running, start: int, end: int) -> Chunk:
 def _quiet_row(row: Running, allocation: Allocation, start: int) -> RowPlan:
     """The next token of a request whose pages stay as they are."""
     request, state = row.request, allocation.running_state
-    return RowPlan(
-        request.request_id, row.slot, start, 1, None, allocation.attention, state, state, True,
-        request.sampling,
+    return RowPlan._make(  # every step makes hundreds, and the constructor is slower
+        (
+            request.request_id, row.slot, start, 1, None, allocation.attention, state, state, True,
+            request.sampling, None, 0, (),
+        )
     )  # fmt: skip
 
 
@@ -309,14 +319,15 @@ def _launch(
     state: SchedulerState, limits: Limits, draft: _Draft
 ) -> tuple[SchedulerState, StepPlan]:
     """Put a step in flight."""
-    num_tokens = sum(row.length for row in draft.rows)
-    kind = draft.kind or ("decode" if all(row.tokens is None for row in draft.rows) else "prefill")
+    ids, _, starts, lengths, tokens, pages, *_ = zip(*draft.rows, strict=True)
+    num_tokens = sum(lengths)
+    kind = draft.kind or ("decode" if tokens.count(None) == len(tokens) else "prefill")
     bucket = buckets.choose(
         limits.buckets,
         kind,
         tokens=num_tokens,
         rows=len(draft.rows),
-        pages=max(len(row.attention_pages) for row in draft.rows),
+        pages=max(map(len, pages)),
     )
     clears = (effect.pages for effect in draft.effects if isinstance(effect, page_table.Clear))
     step = StepPlan(
@@ -329,9 +340,10 @@ def _launch(
         ),
         admitted=tuple(draft.admitted),
     )
-    live: Mapping[str, int] = {
-        row.request_id: row.start + row.length - row.num_drafts for row in step.rows
-    }
+    ends = map(operator.add, starts, lengths)
+    if limits.num_drafts:
+        ends = map(operator.sub, ends, [row.num_drafts for row in draft.rows])
+    live: Mapping[str, int] = dict(zip(ids, ends, strict=True))
     stats = state.stats
     return dataclasses.replace(
         state,

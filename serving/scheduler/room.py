@@ -36,13 +36,14 @@ def extend_running(
         return dataclasses.replace(candidate, table=table), effects
     if limits.preempts_itself and len(state.running) > 1:
         return preempt(state, request_id), None
-    state = _shed(state)
     chunk = chunk._replace(may_export=False)
-    try:
-        table, effects = page_table.extend(state.table, request_id, chunk, in_place=True)
-    except OutOfPages:
-        return state, None
-    return dataclasses.replace(state, table=table), effects
+    for candidate in _with_fewer(state, limits, request_id, paused):
+        try:
+            table, effects = page_table.extend(candidate.table, request_id, chunk, in_place=True)
+        except OutOfPages:
+            continue
+        return dataclasses.replace(candidate, table=table), effects
+    return _shed(state), None
 
 
 def _with_fewer(

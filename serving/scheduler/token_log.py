@@ -27,7 +27,7 @@ class TokenLog(NamedTuple):
         """The log with one more token."""
         tail = (*self.tail, token)
         if len(tail) < _BLOCK_TOKENS:
-            return TokenLog(self.blocks, tail)
+            return TokenLog._make((self.blocks, tail))
         return TokenLog((*self.blocks, tail), ())
 
     def tokens(self) -> tuple[int, ...]:
