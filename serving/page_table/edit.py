@@ -6,6 +6,9 @@ from serving.page_table.states import Bundle
 from serving.page_table.table import Allocation, Entry, OutOfPages, PageKeys, PageTable, PendingKey
 from serving.page_table.tickets import Ticket
 
+# Entries of one key: a prefix that is continued a thousand times need not be kept a thousand times.
+MAX_COPIES = 8
+
 
 class Edit:
     """One change of a table. Mutable, and never leaves the function that makes it."""
@@ -155,10 +158,10 @@ class Edit:
     # ---- keys ----
 
     def publish(self, entry: Entry, key: bytes, *, is_state: bool) -> bool:
-        """Make pages reusable under a key; whether they were not yet."""
+        """Make pages reusable under a key, unless enough others are; whether they were not yet."""
         index = self._states if is_state else self._attention
         found = index.get(key, ())
-        if any(other.pages == entry.pages for other in found):
+        if len(found) >= MAX_COPIES or any(other.pages == entry.pages for other in found):
             return False
         index[key] = (*found, entry)
         for page in entry.pages:

@@ -13,6 +13,11 @@ from serving.page_table.table import Allocation, Entry, PageTable, PendingKey, o
 def keeps(
     table: PageTable, allocation: Allocation, position: int, *, junction: int | None = None
 ) -> bool:
+    """Whether the request's state at a position is kept for reuse.
+
+    Args:
+      junction: default is the request's own.
+    """
     policy = table.policy
     if not policy.enabled or position % policy.unit_tokens:
         return False

@@ -23,6 +23,7 @@ from serving.page_table import (
     PageTable,
     unit_keys,
 )
+from serving.page_table.edit import MAX_COPIES
 from serving.page_table.states import Column, Columns
 from serving.request import InvariantError
 from tests.fakes import fake_geometry
@@ -430,6 +431,19 @@ def test_evict_and_reset_forget_entries(cache: PageTable):
     page_table.check(gone)
     assert hit_of(gone, A[:13]) == 0
     assert hit_of(page_table.reset(run.end()), A[:13]) == 0
+
+
+def test_a_prefix_that_many_continue_is_kept_a_few_times_only(cache: PageTable):
+    geometry = fake_geometry(page_tokens=6, num_state_pages=1)
+    policy = CachePolicy(unit_tokens=2, key_every_unit=True)
+    table = page_table.empty_table(geometry, 200, policy)
+    for last in range(30):
+        run = Run(table, f"r{last}", (*A[:5], 200 + last))
+        for end in (4, 6)[run.computed // 4 :]:
+            run.step(end)
+        table = run.end()
+    assert max(len(found) for found in table.attention.values()) == MAX_COPIES
+    assert hit_of(table, (*A[:5], 7)) == 4
 
 
 def test_a_salt_hides_a_prefix(cache: PageTable):
