@@ -12,9 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from k3jax.config import ConfigError
 from serving.page_table import PageTable
 from serving.plan import StepPlan
 from serving.record import Moment, RecordError, read_record, replay
+from serving.request import InvariantError
 
 _KEY_CHARS = 8
 
@@ -32,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         moment = find(args.record, args.step)
-    except (RecordError, OSError) as error:
-        print(f"view_cache.py: error: {error}", file=sys.stderr)
+    except (RecordError, ConfigError, InvariantError, UnicodeDecodeError, OSError) as error:
+        print(f"view_cache.py: error: {args.record}: {error}", file=sys.stderr)
         return 1
     for line in describe(moment):
         print(line)

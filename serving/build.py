@@ -140,7 +140,7 @@ def choose_num_pages(loaded: LoadedModel, pool_bytes: int | None = None) -> int:
 
     Args:
       pool_bytes: of one rank; else what its memory leaves beside the weights, or on a CPU what
-        `max_rows` full contexts need.
+        `max_rows` full contexts need, and as much again for prefixes to reuse.
 
     Raises:
       ConfigError: not even one full context fits.
@@ -150,7 +150,7 @@ def choose_num_pages(loaded: LoadedModel, pool_bytes: int | None = None) -> int:
     if pool_bytes is None:
         memory = device_memory()
         if memory is None:
-            return 1 + engine.max_rows * context
+            return 1 + 2 * engine.max_rows * context
         limit, in_use = memory
         pool_bytes = int(limit * _MEMORY_SHARE) - in_use
     num_pages = pool_bytes // (geometry.page_bytes * spec.num_positions)

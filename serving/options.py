@@ -158,7 +158,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         type=number(int, at_least=2),
         metavar="N",
         help="pages of the pool, the null page included (default: what the device's memory leaves; "
-        "on a CPU, what --max-rows full contexts need)",
+        "on a CPU, what twice --max-rows full contexts need)",
     )
     size.add_argument(
         "--pool-bytes",

@@ -186,20 +186,34 @@ class Edit:
             keys = tuple(old for old in self._page_keys[other].keys if old != key)
             if keys:
                 self._page_keys[other] = PageKeys(found.is_state, keys)
-                continue
-            del self._page_keys[other]
-            if other in self._idle:
-                del self._queue[self._idle.pop(other)]
-                self._free_bits |= 1 << other
+            else:
+                self._drop_keys(other)
 
     def forget(self, page: int) -> int:
-        """Remove all entries of a page; how many there were."""
+        """Remove all entries of a page, and of its bundle; how many there were."""
         found = self._page_keys.get(page)
         if found is None:
             return 0
+        index = self._states if found.is_state else self._attention
+        bundle: Bundle = (page,)
         for key in found.keys:
-            self.withdraw(key, page)
+            entries = index[key]
+            if len(entries) == 1:
+                bundle = entries[0].pages
+                del index[key]
+                continue
+            bundle = next(entry.pages for entry in entries if page in entry.pages)
+            index[key] = tuple(entry for entry in entries if entry.pages != bundle)
+        for other in bundle:
+            self._drop_keys(other)
         return len(found.keys)
+
+    def _drop_keys(self, page: int) -> None:
+        """A page can be found under no key any more."""
+        del self._page_keys[page]
+        if page in self._idle:
+            del self._queue[self._idle.pop(page)]
+            self._free_bits |= 1 << page
 
     # ---- owners ----
 
