@@ -136,12 +136,16 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
             continue
         request, output, slot, prefill_end, _, chain, arrival, cached_tokens = running[request_id]
         if planned.samples:
-            if is_finite:
+            if not is_finite:
+                outputs.append(_not_finite_output(running[request_id]))
+            elif drafts:
                 computed += len(drafts)
                 output, news = _take_tokens(request, output, (*drafts, token), cached_tokens)
                 outputs.append(news)
             else:
-                outputs.append(_not_finite_output(running[request_id]))
+                output = output.append(token)
+                total = computed + 1 - len(request.prompt)
+                outputs.append(_news(request, (token,), total, cached_tokens))
         row = Running._make(  # as in planning: faster than the constructor
             (request, output, slot, prefill_end, computed, chain, arrival, cached_tokens)
         )
@@ -172,25 +176,29 @@ def _publish(row: Running, table: PageTable) -> tuple[Running, PageTable]:
 def _take_tokens(
     request: Request, output: TokenLog, tokens: tuple[int, ...], cached_tokens: int
 ) -> tuple[TokenLog, Output]:
-    """Append sampled tokens to a request, as far as it goes on."""
-    sampling, total = request.sampling, output.num_tokens
-    reason: FinishReason | None = None
+    """Append several tokens to a request, as far as it goes on."""
     for count, token in enumerate(tokens, start=1):
         output = output.append(token)
-        total += 1
-        if request.ends_with(token):
-            reason = "stop"
-        elif total >= sampling.max_tokens:
-            reason = "length"
-        if reason is not None:
-            tokens = tokens[:count]
-            break
+        news = _news(request, tokens[:count], output.num_tokens, cached_tokens)
+        if news.finish_reason is not None or count == len(tokens):
+            return output, news
+    raise InvariantError("a row sampled no token; expected at least one")
+
+
+def _news(request: Request, tokens: tuple[int, ...], total: int, cached_tokens: int) -> Output:
+    """What a client hears of its request's new tokens; `total` counts all generated ones."""
+    reason: FinishReason | None = None
+    if request.ends_with(tokens[-1]):
+        reason = "stop"
+    elif total >= request.sampling.max_tokens:
+        reason = "length"
     matched = tokens[-1] if reason == "stop" else None
-    prompt_tokens = len(request.prompt)
-    news = (
-        request.request_id, tokens, prompt_tokens, total, reason, matched, None, cached_tokens
+    return Output._make(
+        (
+            request.request_id, tokens, len(request.prompt), total, reason, matched, None,
+            cached_tokens,
+        )
     )  # fmt: skip
-    return output, Output._make(news)
 
 
 def _not_finite_output(row: Running) -> Output:
