@@ -21,7 +21,7 @@ def parse_retention(text: str) -> Retention:
     """Parse `dense`, `semantic` or a number of tokens."""
     if text == "dense" or text == "semantic":
         return text
-    if re.fullmatch("[0-9]+", text) and int(text):
+    if re.fullmatch("[0-9]{1,18}", text) and int(text):
         return int(text)
     raise argparse.ArgumentTypeError(
         f"got {text!r}; expected dense, semantic or a number of tokens >= 1"

@@ -98,8 +98,8 @@ def prepare(options: Options) -> Setup:
         sizes = parse_mesh(options.mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if options.record and options.record.exists():
-        raise ConfigError(f"record exists already: got {options.record}; expected a new file")
+    if options.record is not None:
+        _check_record(options.record)
     cache_dir = options.cache_dir or default_cache_dir()
     _choose_compile_cache(options.compile_cache, cache_dir)
     from k3jax.weights import ensure_embedded, read_model_config
@@ -229,6 +229,16 @@ async def _serve(setup: Setup) -> None:
         say(f"ready {address} model={setup.info.name} mesh={options.mesh} startup={seconds:.1f}s")
 
     await server.run(lambda on_failure: start_model(setup, on_failure), on_ready=on_ready)
+
+
+def _check_record(path: Path) -> None:
+    """Refuse a record that could not be written, before anything is loaded."""
+    if path.exists():
+        raise ConfigError(f"--record exists already: got {path}; expected a new file")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--record cannot be written: got {path}; expected a folder that exists and is writable"
+        )
 
 
 def _choose_compile_cache(folder: Path | None, cache_dir: Path) -> None:

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from serving.page_table.states import Bundle
-from serving.page_table.table import Allocation, Entry, OutOfPages, PageKeys, PageTable, PendingKey
+from serving.page_table.table import (
+    Allocation,
+    Entry,
+    OutOfPages,
+    PageKeys,
+    PageTable,
+    PublishedKey,
+)
 from serving.page_table.tickets import Ticket
 
 # Entries of one key: a prefix that is continued a thousand times need not be kept a thousand times.
@@ -24,8 +33,8 @@ class Edit:
         "_owners",
         "_page_keys",
         "_parted",
-        "_pending",
         "_pins",
+        "_published",
         "_queue",
         "_refs",
         "_states",
@@ -44,7 +53,7 @@ class Edit:
         self._states = table.states.mutate()
         self._page_keys = table.page_keys.mutate()
         self._owners = table.owners
-        self._pending = table.pending
+        self._published = table.published
         self._tickets = table.tickets
         self._pins = table.pins
         self._parted = table.parted
@@ -65,7 +74,7 @@ class Edit:
             self._states.finish(),
             self._page_keys.finish(),
             self._owners,
-            self._pending,
+            self._published,
             self._tickets,
             self._oldest,
             self._next_stamp,
@@ -223,11 +232,13 @@ class Edit:
     def drop_owner(self, request_id: str) -> None:
         self._owners = self._owners.delete(request_id)
 
-    def set_pending(self, request_id: str, pending: tuple[PendingKey, ...]) -> None:
-        if pending:
-            self._pending = self._pending.set(request_id, pending)
-        elif request_id in self._pending:
-            self._pending = self._pending.delete(request_id)
+    def add_published(self, request_id: str, entries: Iterable[PublishedKey]) -> None:
+        old = self._published.get(request_id, ())
+        self._published = self._published.set(request_id, (*old, *entries))
+
+    def drop_published(self, request_id: str) -> None:
+        if request_id in self._published:
+            self._published = self._published.delete(request_id)
 
     def set_ticket(self, ticket_id: str, ticket: Ticket) -> None:
         self._tickets = self._tickets.set(ticket_id, ticket)

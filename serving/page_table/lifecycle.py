@@ -21,7 +21,7 @@ from serving.page_table.growth import in_place as grow_in_place
 from serving.page_table.prefix import Hit
 from serving.page_table.publishing import keeps, publish_answer_end, publish_computed
 from serving.page_table.states import Column, Columns, column_of
-from serving.page_table.table import Allocation, OutOfPages, PageTable, owned
+from serving.page_table.table import NEVER, Allocation, OutOfPages, PageTable, PublishedKey, owned
 from serving.request import InvariantError
 
 
@@ -65,6 +65,8 @@ def admit(
     edit.reference(hit.state)
     columns = Columns()
     if hit.state:
+        key = chunk.keys[hit.tokens // table.policy.unit_tokens - 1]
+        edit.add_published(request_id, (PublishedKey(NEVER, key, hit.state[0]),))
         index = column_of(hit.tokens, table.column_tokens)
         columns = Columns((Column(index, hit.state, hit.tokens),), index + 1)
     allocation = Allocation(
@@ -180,20 +182,21 @@ def release(
       computed: tokens that its committed steps have computed: the answer's last state is published
         if it is one of them.
       is_tainted: what it computed must not be reused, since its logits were not finite (KF-K09).
+        What it started from is not reused either: the fault may lie there.
     """
     allocation = table.owners.get(request_id)
     if allocation is None:
         return table
     edit = Edit(table)
-    for pending in table.pending.get(request_id, ()):
-        if pending.step > table.committed:
-            edit.withdraw(pending.key, pending.page)
-    edit.set_pending(request_id, ())
+    for entry in table.published.get(request_id, ()):
+        if is_tainted or entry.step > table.committed:
+            edit.withdraw(entry.key, entry.page)
+    edit.drop_published(request_id)
     if is_tainted:
         for page in allocation.pages:
-            if table.refs[page] == 1:
-                edit.forget(page)
-    elif allocation.answer_end is not None and allocation.answer_end[0] <= computed:
+            edit.forget(page)
+    has_answer_end = allocation.answer_end is not None and allocation.answer_end[0] <= computed
+    if has_answer_end and not is_tainted:
         publish_answer_end(table, edit, allocation, keys)
     edit.release(allocation.pages)
     edit.drop_owner(request_id)

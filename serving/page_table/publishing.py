@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from serving.page_table.edit import Edit
 from serving.page_table.policy import is_keyed, keeps_state
 from serving.page_table.states import Bundle, column_of
-from serving.page_table.table import Allocation, Entry, PageTable, PendingKey, owned
+from serving.page_table.table import Allocation, Entry, PageTable, PublishedKey, owned
 
 
 def keeps(
@@ -62,15 +62,14 @@ def publish_computed(
         return allocation
     unit = policy.unit_tokens
     limit = min(computed, len(keys) * unit)
-    pending: list[PendingKey] = []
+    published: list[PublishedKey] = []
 
     def add(pages: Bundle, tokens: int, *, is_state: bool) -> None:
         key = keys[tokens // unit - 1]
         is_junction = is_state and not keeps(table, allocation, tokens, junction=0)
         entry = Entry(pages, tokens, step, is_junction)
-        is_new = edit.publish(entry, key, is_state=is_state)
-        if is_new and step > table.committed:
-            pending.append(PendingKey(step, key, pages[0]))
+        if edit.publish(entry, key, is_state=is_state):
+            published.append(PublishedKey(step, key, pages[0]))
 
     prompt = allocation.prompt_tokens
     first, stride = _first_key(table, allocation)
@@ -82,9 +81,8 @@ def publish_computed(
         is_final = not allocation.states.had_drafts or index == column_of(tokens, page_tokens)
         if 0 < tokens <= limit and is_final and keeps(table, allocation, tokens):
             add(pages, tokens, is_state=True)
-    if pending:
-        old = (one for one in table.pending.get(request_id, ()) if one.step > table.committed)
-        edit.set_pending(request_id, (*old, *pending))
+    if published:
+        edit.add_published(request_id, published)
     keyed = limit // unit * unit
     return (
         allocation._replace(keyed_tokens=keyed) if keyed > allocation.keyed_tokens else allocation

@@ -50,8 +50,9 @@ class PageKeys(NamedTuple):
     keys: tuple[bytes, ...]
 
 
-class PendingKey(NamedTuple):
-    """An entry whose step was not committed when it was made; it goes if its request does."""
+class PublishedKey(NamedTuple):
+    """An entry that a request made, or the state that it started from. It goes with its request if
+    its step is not committed then, or if the request turns out to be tainted."""
 
     step: int
     key: bytes
@@ -105,7 +106,7 @@ class PageTable(NamedTuple):
       attention, states: entries by key, oldest first.
       page_keys: keys of each page that has any.
       owners: by request id.
-      pending: keys that a request has published for steps in flight, and perhaps older ones.
+      published: entries that each owner has made or started from.
       committed: id of the last step whose result is known.
       tickets: announced transfers by id.
       pins: pages with a reference that ends when the step being planned is complete as a plan: what
@@ -126,7 +127,7 @@ class PageTable(NamedTuple):
     states: Map[bytes, tuple[Entry, ...]]
     page_keys: Map[int, PageKeys]
     owners: Map[str, Allocation]
-    pending: Map[str, tuple[PendingKey, ...]]
+    published: Map[str, tuple[PublishedKey, ...]]
     tickets: Map[str, Ticket]
     oldest: int = 0
     next_stamp: int = 0
@@ -185,7 +186,7 @@ def empty_table(
         states=Map(),
         page_keys=Map(),
         owners=Map(),
-        pending=Map(),
+        published=Map(),
         tickets=Map(),
     )
 

@@ -157,7 +157,7 @@ def _admit(
         if len(state.running) >= limits.max_rows:
             break
         admitted = _try_admit(state, limits, paused, entry, hit, draft)
-        if admitted is None and not state.running:
+        if admitted is None and state.running.keys() <= paused:
             # What is kept for reuse is in its way: without that it fits.
             hit = MISS
             admitted = _try_admit(state, limits, paused, entry, hit, draft, may_export=False)
@@ -197,7 +197,7 @@ def _try_admit(
     if end == hit.tokens:
         return None
     chunk = _chunk(state, row, hit.tokens, end)._replace(may_export=may_export)
-    num_spare = limits.watermark_pages if state.running else 0
+    num_spare = 0 if state.running.keys() <= paused else limits.watermark_pages
     if limits.reserve_running:
         num_spare += num_promised(state, paused)
     try:

@@ -131,7 +131,7 @@ def _pending(
     return sorted(
         (number, key_numbers[one.key], page(one.page), one.step)
         for number, name in enumerate(names)
-        for one in table.pending.get(name, ())
+        for one in table.published.get(name, ())
         if one.step > table.committed
     )
 

@@ -477,11 +477,25 @@ def test_the_last_state_of_an_answer_is_kept_for_the_next_turn():
 
 
 def test_logits_that_were_not_finite_leave_nothing_behind(cache: PageTable):
-    run = Run(cache, "a", A[:13])
-    run.step(12)
-    table = page_table.release(run.table, "a", computed=12, keys=run.keys, is_tainted=True)
+    run = Run(cache, "a", A[:11])
+    for end in (6, 10, 11):  # the states at 6 and 10 are no longer the request's own
+        run.step(end)
+    assert page_table.held(run.table, "a") == (2, 1, 1)
+    table = page_table.release(run.table, "a", computed=11, keys=run.keys, is_tainted=True)
     page_table.check(table)
     assert list(page_table.entries(table)) == []
+
+
+def test_what_a_request_with_bad_logits_started_from_is_not_reused_either(cache: PageTable):
+    first = Run(cache, "a", A[:11])
+    for end in (6, 10, 11):
+        first.step(end)
+    run = Run(first.end(), "b", (*A[:10], 1, 2, 3))
+    run.step(12)
+    run.step(13)
+    table = page_table.release(run.table, "b", computed=13, keys=run.keys, is_tainted=True)
+    page_table.check(table)
+    assert hit_of(table, A[:11]) == 0
 
 
 def test_a_state_may_be_overwritten_in_place_when_no_page_is_left():

@@ -683,6 +683,27 @@ def test_requests_that_only_paused_ones_hold_up_are_served(sizes: dict[str, int]
     assert driver.finish_reason("c") == "length"
 
 
+def test_what_could_be_reused_does_not_keep_a_request_behind_a_paused_one():
+    driver = make_driver(
+        page_tokens=4,
+        num_state_pages=1,
+        num_pages=8,
+        policy=CachePolicy(unit_tokens=2, keep_answer_end=True),
+    )
+    prompt = tuple(range(1, 12))
+    driver.submit(fake_request("first", prompt, max_tokens=1))
+    driver.finish()
+    driver.submit(fake_request("slow", (50, 51), max_tokens=9))
+    driver.step()
+    driver.paused = {"slow"}
+    # A hit inside a page needs a copy of it and a state beside what is shared: 2 pages too many.
+    request = fake_request("next", (*prompt, 20, 21), max_tokens=4)
+    driver.submit(request)
+    for _ in range(12):
+        driver.step()
+    assert driver.tokens("next") == solo_tokens(request)
+
+
 def test_a_paused_request_in_the_queue_is_passed_over():
     driver = make_driver()
     driver.submit(fake_request("a"))
