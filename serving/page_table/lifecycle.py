@@ -174,6 +174,7 @@ def release(
     *,
     computed: int = 0,
     keys: Sequence[bytes] = (),
+    is_at_rest: bool = False,
     is_tainted: bool = False,
 ) -> PageTable:
     """Take all pages of a request back. Releasing a request without pages changes nothing.
@@ -181,6 +182,7 @@ def release(
     Args:
       computed: tokens that its committed steps have computed: the answer's last state is published
         if it is one of them.
+      is_at_rest: whether no step in flight goes on from there.
       is_tainted: what it computed must not be reused, since its logits were not finite (KF-K09).
         What it started from is not reused either: the fault may lie there.
     """
@@ -195,9 +197,8 @@ def release(
     if is_tainted:
         for page in allocation.pages:
             edit.forget(page)
-    has_answer_end = allocation.answer_end is not None and allocation.answer_end[0] <= computed
-    if has_answer_end and not is_tainted:
-        publish_answer_end(table, edit, allocation, keys)
+    elif table.policy.keep_answer_end:
+        publish_answer_end(table, edit, allocation, computed, keys, is_at_rest=is_at_rest)
     edit.release(allocation.pages)
     edit.drop_owner(request_id)
     return edit.finish()

@@ -90,15 +90,28 @@ def publish_computed(
 
 
 def publish_answer_end(
-    table: PageTable, edit: Edit, allocation: Allocation, keys: Sequence[bytes]
+    table: PageTable,
+    edit: Edit,
+    allocation: Allocation,
+    computed: int,
+    keys: Sequence[bytes],
+    *,
+    is_at_rest: bool,
 ) -> None:
-    """Make the last kept state of an answer reusable, with the attention entries up to it."""
-    if allocation.answer_end is None:
-        return
-    tokens, bundle = allocation.answer_end
+    """Make the last kept state of a request reusable, with the attention entries up to it.
+
+    Args:
+      is_at_rest: whether the running state is that after `computed` tokens.
+    """
     unit, page_tokens = table.policy.unit_tokens, table.geometry.page_tokens
-    if tokens > len(keys) * unit:
+    running = allocation.running_state
+    answer_end = allocation.answer_end
+    is_settled = is_at_rest and not allocation.states.had_drafts
+    if is_settled and running and computed % unit == 0 and not edit.is_kept(running):
+        answer_end = (computed, running)
+    if answer_end is None or not 0 < answer_end[0] <= min(computed, len(keys) * unit):
         return
+    tokens, bundle = answer_end
     key = keys[tokens // unit - 1]
     edit.publish(Entry(bundle, tokens, table.committed), key, is_state=True)
     if tokens % page_tokens:

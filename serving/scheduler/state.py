@@ -181,6 +181,7 @@ def stop_running(
         request_id,
         computed=row.computed,
         keys=row.chain.keys,
+        is_at_rest=not any(request_id in step.live for step in state.in_flight),
         is_tainted=is_tainted,
     )
     return dataclasses.replace(

@@ -476,6 +476,21 @@ def test_the_last_state_of_an_answer_is_kept_for_the_next_turn():
     assert hit_of(page_table.release(run.table, "a", computed=13, keys=run.keys), A[:16]) == 4
 
 
+def test_the_state_of_a_request_at_rest_is_kept_if_it_is_at_a_unit_boundary():
+    geometry = fake_geometry(page_tokens=6, num_state_pages=2)
+    policy = CachePolicy(unit_tokens=2, keep_answer_end=True)
+    run = Run(page_table.empty_table(geometry, 30, policy), "a", A[:14])
+    run.step(6)
+    run.step(8)
+    ends = {
+        at_rest: page_table.release(run.table, "a", computed=8, keys=run.keys, is_at_rest=at_rest)
+        for at_rest in (False, True)
+    }
+    assert hit_of(ends[False], A[:14]) == 0
+    assert hit_of(ends[True], A[:14]) == 8
+    page_table.check(ends[True])
+
+
 def test_logits_that_were_not_finite_leave_nothing_behind(cache: PageTable):
     run = Run(cache, "a", A[:11])
     for end in (6, 10, 11):  # the states at 6 and 10 are no longer the request's own
