@@ -148,7 +148,7 @@ class Edit:
         return self._refs.get(page, 0)
 
     def is_kept(self, pages: Bundle) -> bool:
-        """As `PageTable.is_kept`."""
+        """Whether somebody else may read the pages: then they must not be written to."""
         return any(page in self._page_keys or self.num_references(page) > 1 for page in pages)
 
     def pin(self, pages: Bundle) -> None:

@@ -28,6 +28,7 @@ class Demand(NamedTuple):
 
 
 def demand_of(table: PageTable, edit: Edit, allocation: Allocation, chunk: Chunk) -> Demand:
+    """What a chunk takes beyond the pages that its request has."""
     export_at = 0
     if table.policy.export_tokens is not None and chunk.may_export:
         export_at = export_position(

@@ -146,18 +146,9 @@ class PageTable(NamedTuple):
         return self.free_bits.bit_count() + len(self.idle)
 
     @property
-    def is_fine_grained(self) -> bool:
-        """Whether hits may end inside a page."""
-        return self.policy.unit_tokens < self.geometry.page_tokens
-
-    @property
     def column_tokens(self) -> int | None:
         """Tokens of a state column; None if a request's state stays in one page."""
         return self.geometry.page_tokens if self.policy.enabled else None
-
-    def is_kept(self, pages: Bundle) -> bool:
-        """Whether somebody else may read the pages: then they must not be written to."""
-        return any(page in self.page_keys or self.refs.get(page, 0) > 1 for page in pages)
 
 
 def empty_table(
@@ -211,6 +202,11 @@ def entries(table: PageTable) -> Iterator[tuple[int, bytes, int, int]]:
 
 
 def owned(table: PageTable, request_id: str) -> Allocation:
+    """The pages of a request.
+
+    Raises:
+      InvariantError: it has none.
+    """
     allocation = table.owners.get(request_id)
     if allocation is None:
         raise InvariantError(f"request {request_id!r} has no pages; expected it to be admitted")

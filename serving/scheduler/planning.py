@@ -239,10 +239,14 @@ def _free_slot(state: SchedulerState, limits: Limits) -> int:
 
 def _chunk_cap(state: SchedulerState, limits: Limits) -> int:
     """Tokens of one request's chunk at most."""
-    cap = limits.long_prefill_cap_tokens
     is_alone = len(state.running) + len(state.waiting) <= 1
-    return (
-        min(cap, limits.max_prefill_tokens) if cap and not is_alone else limits.max_prefill_tokens
+    return limits.max_prefill_tokens if is_alone else _widest_chunk(limits)
+
+
+def _widest_chunk(limits: Limits) -> int:
+    """Tokens of a chunk beside other requests, in an empty step."""
+    return min(
+        limits.long_prefill_cap_tokens or limits.max_prefill_tokens, limits.max_prefill_tokens
     )
 
 
@@ -255,14 +259,13 @@ def _chunk_end(
     budget: int,
     cap: int,
 ) -> int:
-    widest = limits.long_prefill_cap_tokens or limits.max_prefill_tokens
     return chunk_end(
         start,
         row.prefill_end,
         prompt_tokens=len(row.request.prompt),
         junction=junction,
         budget_tokens=min(budget, cap),
-        max_budget_tokens=min(widest, limits.max_prefill_tokens),
+        max_budget_tokens=_widest_chunk(limits),
         page_tokens=state.table.geometry.page_tokens,
         policy=state.table.policy,
     )
