@@ -41,16 +41,19 @@ def bucket_table(engine: EngineConfig, *, page_tokens: int) -> tuple[Bucket, ...
     few_pages = -(-_SHORT_CONTEXT_TOKENS // page_tokens)
     widths = _sizes(min(few_pages, most_pages), most_pages, factor=4)
     row_counts = _sizes(1, engine.max_rows, factor=8)
-    token_counts = _sizes(
-        min(_SHORT_PREFILL_TOKENS, engine.max_prefill_tokens), engine.max_prefill_tokens, factor=4
-    )
     decode = [Bucket("decode", rows, rows, pages) for rows in row_counts for pages in widths]
     prefill = [
         Bucket("prefill", tokens, engine.max_prefill_rows, pages)
-        for tokens in token_counts
+        for tokens in prefill_sizes(engine)
         for pages in widths
     ]
     return tuple(sorted(decode + prefill))
+
+
+def prefill_sizes(engine: EngineConfig) -> tuple[int, ...]:
+    """Flat tokens of the prefill steps, ascending."""
+    largest = engine.max_prefill_tokens
+    return _sizes(min(_SHORT_PREFILL_TOKENS, largest), largest, factor=4)
 
 
 def choose(table: tuple[Bucket, ...], kind: Kind, *, tokens: int, rows: int, pages: int) -> Bucket:

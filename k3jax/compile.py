@@ -51,8 +51,8 @@ def abstract_arguments(program: Program, mesh: AnyMesh, bucket: Bucket) -> tuple
     return (
         params,
         on_mesh(pool.shape, pool.dtype, program.pool_spec),
-        on_mesh((program.max_rows + 1,), jnp.int32, PartitionSpec()),
-        on_mesh((packed,), jnp.int32, PartitionSpec()),
+        on_mesh(_buffer_shape(program), jnp.int32, program.buffer_spec),
+        on_mesh((program.parallel.dp, packed), jnp.int32, PartitionSpec()),
     )
 
 
@@ -61,13 +61,18 @@ def initial_state(program: Program, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     pool = abstract_pool(program.layout, program.parallel.num_ranks)
     shardings = (
         NamedSharding(mesh, program.pool_spec),
-        NamedSharding(mesh, PartitionSpec()),
+        NamedSharding(mesh, program.buffer_spec),
     )
     make = jax.jit(
-        lambda: (jnp.zeros(pool.shape, pool.dtype), jnp.zeros(program.max_rows + 1, jnp.int32)),
+        lambda: (jnp.zeros(pool.shape, pool.dtype), jnp.zeros(_buffer_shape(program), jnp.int32)),
         out_shardings=shardings,
     )
     return make()
+
+
+def _buffer_shape(program: Program) -> tuple[int]:
+    """Of the token buffer of all replicas."""
+    return (program.parallel.dp * (program.max_rows + 1),)
 
 
 def compile_steps(
@@ -102,12 +107,15 @@ def compile_steps(
 
 def compile_clearing(program: Program, mesh: Mesh) -> jax.stages.Compiled:
     """Compile the program that zeroes pages."""
-    return _compile_pages(clearing_step(program, mesh), program, mesh, (CLEAR_WIDTH,))
+    return _compile_pages(
+        clearing_step(program, mesh), program, mesh, (program.parallel.dp, CLEAR_WIDTH)
+    )
 
 
 def compile_copying(program: Program, mesh: Mesh) -> jax.stages.Compiled:
     """Compile the program that copies pages."""
-    return _compile_pages(copying_step(program, mesh), program, mesh, (3, COPY_WIDTH))
+    shape = (program.parallel.dp, 3, COPY_WIDTH)
+    return _compile_pages(copying_step(program, mesh), program, mesh, shape)
 
 
 def _compile_pages(

@@ -208,38 +208,9 @@ def validate(cfg: ModelConfig, parallel: ParallelConfig, engine: EngineConfig) -
     Raises:
       ConfigError: listing every problem at once, with its values.
     """
-    problems = []
-    if parallel.dp > 1:
-        problems.append(f"mesh axis dp is not supported yet: got dp{parallel.dp}; expected dp1")
-    split = {
-        "num_attention_heads": cfg.mla_num_heads,
-        "linear_attn_config.num_heads": cfg.kda_num_heads,
-        "vocab_size": cfg.vocab_size,
-        "width of the shared experts": cfg.shared_intermediate_size,
-    }
-    if cfg.num_dense_layers:
-        split["intermediate_size"] = cfg.intermediate_size
-    if parallel.experts == "tp":
-        split["moe_intermediate_size"] = cfg.moe_intermediate_size
-    else:
-        split["num_experts"] = cfg.num_experts
-    for name, size in split.items():
-        if size % parallel.tp:
-            problems.append(
-                f"{name} does not divide over the mesh: got {size}; expected a multiple of "
-                f"tp{parallel.tp}"
-            )
-    group = MXFP4_GROUP * parallel.tp
-    if (
-        parallel.experts == "tp"
-        and cfg.expert_format == "mxfp4"
-        and cfg.moe_intermediate_size % group
-    ):
-        problems.append(
-            f"moe_intermediate_size does not divide into MXFP4 groups on every rank: got "
-            f"{cfg.moe_intermediate_size}; expected a multiple of {MXFP4_GROUP} x tp{parallel.tp}, "
-            f"or experts 'ep'"
-        )
+    problems = _check_mesh(cfg, parallel)
+    if parallel.shard_tokens == "on":
+        problems += _check_sharded_tokens(parallel, engine)
     if engine.max_context_tokens > cfg.max_position_tokens:
         problems.append(
             f"max_context_tokens is beyond the model: got {engine.max_context_tokens}; expected at "
@@ -247,6 +218,66 @@ def validate(cfg: ModelConfig, parallel: ParallelConfig, engine: EngineConfig) -
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _check_mesh(cfg: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """Every dim that does not divide over the mesh (k3-model.md section 5.1).
+
+    Heads and columns are split over `tp`, experts over all ranks.
+    """
+    over_tp = {
+        "num_attention_heads": cfg.mla_num_heads,
+        "linear_attn_config.num_heads": cfg.kda_num_heads,
+        "vocab_size": cfg.vocab_size,
+    }
+    if cfg.moe_layers:
+        over_tp["width of the shared experts"] = cfg.shared_intermediate_size
+    if cfg.dense_layers:
+        over_tp["intermediate_size"] = cfg.intermediate_size
+    problems = [
+        f"{name} does not divide over the mesh: got {size}; expected a multiple of tp{parallel.tp}"
+        for name, size in over_tp.items()
+        if size % parallel.tp
+    ]
+    if not cfg.moe_layers:
+        return problems
+    ranks = f"dp{parallel.dp} x tp{parallel.tp} = {parallel.num_ranks}"
+    if parallel.experts == "ep" and cfg.num_experts % parallel.num_ranks:
+        problems.append(
+            f"num_experts does not divide over the mesh: got {cfg.num_experts}; expected a "
+            f"multiple of {ranks}, or experts 'tp'"
+        )
+    width, group = cfg.moe_intermediate_size, MXFP4_GROUP * parallel.num_ranks
+    if parallel.experts == "tp" and width % parallel.num_ranks:
+        problems.append(
+            f"moe_intermediate_size does not divide over the mesh: got {width}; expected a "
+            f"multiple of {ranks}, or experts 'ep'"
+        )
+    elif parallel.experts == "tp" and cfg.expert_format == "mxfp4" and width % group:
+        problems.append(
+            f"moe_intermediate_size does not divide into MXFP4 groups on every rank: got {width}; "
+            f"expected a multiple of {MXFP4_GROUP} x {ranks}, or experts 'ep'"
+        )
+    splits_columns = cfg.has_latent_moe and parallel.tail in ("columns", "folded")
+    if splits_columns and cfg.hidden_size % parallel.tp:
+        problems.append(
+            f"hidden_size does not divide over the mesh: got {cfg.hidden_size}; expected a "
+            f"multiple of tp{parallel.tp}, or tail 'all_reduce'"
+        )
+    return problems
+
+
+def _check_sharded_tokens(parallel: ParallelConfig, engine: EngineConfig) -> list[str]:
+    """Every prefill step whose tokens cannot be sharded."""
+    from k3jax.buckets import prefill_sizes
+
+    return [
+        f"tokens of a prefill step do not divide over the mesh: got {size}, with "
+        f"max_prefill_tokens {engine.max_prefill_tokens}; expected a multiple of tp{parallel.tp}, "
+        "or shard_tokens 'auto'"
+        for size in prefill_sizes(engine)
+        if size % parallel.tp
+    ]
 
 
 def _check_model(cfg: ModelConfig) -> list[str]:

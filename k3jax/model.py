@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax
-from jaxtyping import Array, Float, Float32, Int32, UInt16
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt16
 
 from k3jax import kda, mla, moe
+from k3jax.buckets import Kind
 from k3jax.cache_spec import layer_groups
 from k3jax.config import Dtype, ModelConfig
 from k3jax.layers import Declared, add, linear_f32, rms_norm
@@ -46,21 +48,29 @@ class K3(nn.Module):
         pool: UInt16[Array, "Z P W words"],
         meta: StepMeta,
         layout: PoolLayout,
-    ) -> tuple[Float[Array, "T H"], UInt16[Array, "Z P W words"]]:
+    ) -> tuple[Float[Array, "t H"], UInt16[Array, "Z P W words"], Int32[Array, " R"]]:
         """Run all layers.
+
+        Between attention and feed-forward networks everything works on single tokens. In a prefill
+        step each rank does that for its own tokens only, see `shards_tokens`.
 
         Args:
           tokens: flat token ids of all rows.
           pool: this rank's pages; entries and states of the step's tokens are written.
 
         Returns:
-          Hidden states before the final norm, and the pool.
+          Hidden states before the final norm, of all tokens or of this rank's; the pool; and the
+          load that the replica's tokens put on the experts of each rank.
         """
         cfg = self.cfg
         where = layer_positions(cfg)
+        is_sharded = shards_tokens(self.parallel, meta.kind, tokens.shape[0])
+        used = collectives.own_tokens(meta.used, self.parallel.tp) if is_sharded else meta.used
+        load = jnp.zeros(self.parallel.num_ranks, jnp.int32)
         with jax.named_scope("embed"):
-            prefix = collectives.embed(self.top()["embed"], tokens)
-        bank: list[Float[Array, "T H"]] = []
+            embed = collectives.embed_own_tokens if is_sharded else collectives.embed
+            prefix = embed(self.top()["embed"], tokens)
+        bank: list[Float[Array, "t H"]] = []
         for i in range(cfg.num_layers):
             with jax.named_scope(f"layer_{i}"):
                 h = self._mix("attn_res", i, bank, prefix)
@@ -70,13 +80,21 @@ class K3(nn.Module):
                 if starts_block:
                     bank = [*bank, prefix]
                 x = rms_norm(h, self.norms()["input"][i], cfg.rms_norm_eps)
-                out, pool = self._attention(i, where[i], x, pool, meta, layout)
-                out = round_to(collectives.sum_partials(out), x.dtype)
+                with jax.named_scope("attention/gather"):
+                    x_all = collectives.gather_tokens(x) if is_sharded else x
+                out, pool = self._attention(i, where[i], x_all, pool, meta, layout)
+                with jax.named_scope("attention/sum"):
+                    total = collectives.scatter_partials if is_sharded else collectives.sum_partials
+                    out = round_to(total(out), x.dtype)
                 prefix = out if starts_block else add(prefix, out)
                 h = self._mix("mlp_res", i, bank, prefix)
                 x = rms_norm(h, self.norms()["post_attention"][i], cfg.rms_norm_eps)
-                prefix = add(prefix, self._ffn(i, x, meta))
-        return self._output_mix(bank, prefix), pool
+                out, layer_load = self._ffn(i, x, used, is_sharded)
+                prefix, load = add(prefix, out), load + layer_load
+        if is_sharded:
+            with jax.named_scope("load"):
+                load = collectives.sum_partials(load)
+        return self._output_mix(bank, prefix), pool, load
 
     def logits(self, hidden: Float[Array, "S H"]) -> Float32[Array, "S V"]:
         """Final norm and vocabulary-parallel head; equal on all ranks."""
@@ -104,15 +122,21 @@ class K3(nn.Module):
             self.mla(), cfg, x, pool, meta, layer=cfg.mla_layers.index(i), position=position
         )
 
-    def _ffn(self, i: int, x: Float[Array, "T H"], meta: StepMeta) -> Float[Array, "T H"]:
-        if i < self.cfg.num_dense_layers:
-            return moe.dense_ffn(self.dense(), self.cfg, x, layer=i)
+    def _ffn(
+        self, i: int, x: Float[Array, "t H"], used: Bool[Array, " t"], is_sharded: bool
+    ) -> tuple[Float[Array, "t H"], Int32[Array, " R"]]:
+        """The feed-forward network of layer `i`, and its load on the experts of each rank."""
         layer = i - self.cfg.num_dense_layers
-        return moe.latent_moe(self.moe(), self.cfg, self.parallel, x, meta.used, layer=layer)
+        if layer < 0:
+            out = moe.dense_ffn(self.dense(), self.cfg, x, layer=i, is_sharded=is_sharded)
+            return out, jnp.zeros(self.parallel.num_ranks, jnp.int32)
+        return moe.latent_moe(
+            self.moe(), self.cfg, self.parallel, x, used, layer=layer, is_sharded=is_sharded
+        )
 
     def _mix(
-        self, name: str, i: int, bank: list[Float[Array, "T H"]], prefix: Float[Array, "T H"]
-    ) -> Float[Array, "T H"]:
+        self, name: str, i: int, bank: list[Float[Array, "t H"]], prefix: Float[Array, "t H"]
+    ) -> Float[Array, "t H"]:
         """Attention residual of layer `i` over the bank and the running prefix."""
         if not bank:
             return prefix
@@ -120,8 +144,8 @@ class K3(nn.Module):
         return self._attn_res(bank, prefix, norms[f"{name}_norm"][i], norms[f"{name}_proj"][i])
 
     def _output_mix(
-        self, bank: list[Float[Array, "T H"]], prefix: Float[Array, "T H"]
-    ) -> Float[Array, "T H"]:
+        self, bank: list[Float[Array, "t H"]], prefix: Float[Array, "t H"]
+    ) -> Float[Array, "t H"]:
         if not bank:
             return prefix
         top = self.top()
@@ -129,13 +153,23 @@ class K3(nn.Module):
 
     def _attn_res(
         self,
-        bank: list[Float[Array, "T H"]],
-        prefix: Float[Array, "T H"],
+        bank: list[Float[Array, "t H"]],
+        prefix: Float[Array, "t H"],
         norm: Float[Array, " H"],
         proj: Float[Array, " H"],
-    ) -> Float[Array, "T H"]:
+    ) -> Float[Array, "t H"]:
         with jax.named_scope("attn_res"):
             return attn_res_mix((*bank, prefix), norm, proj, eps=self.cfg.rms_norm_eps)
+
+
+def shards_tokens(parallel: ParallelConfig, kind: Kind, num_tokens: int) -> bool:
+    """Whether a step's residual stream is sharded by tokens over `tp`.
+
+    It is so in prefill, where replicated norms, attention residuals, routers and latent projections
+    would cost more than the exchange (kernels.md section 0.6), as far as the tokens divide.
+    """
+    is_wanted = kind == "prefill" and parallel.tp > 1 and parallel.shard_tokens != "off"
+    return is_wanted and num_tokens % parallel.tp == 0
 
 
 def layer_positions(cfg: ModelConfig) -> dict[int, tuple[int, int]]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from k3jax.config import ModelConfig
 from k3jax.layers import Weights, linear, linear_f32, rms_norm
@@ -15,8 +15,8 @@ from pallas_kernels.moe import PackedWeight, moe_experts
 from pallas_kernels.numerics import contract, round_to
 from pallas_kernels.router import route
 from pallas_kernels.situ import situ_glu, swiglu
+from sharding import collectives, dispatch
 from sharding.axes import ParallelConfig
-from sharding.collectives import first_expert, sum_partials
 
 
 def activation(cfg: ModelConfig) -> Callable[[Array, Array], Array]:
@@ -38,32 +38,52 @@ def glu(
 
 
 def dense_ffn(
-    weights: Weights, cfg: ModelConfig, x: Float[Array, "T H"], *, layer: int
-) -> Float[Array, "T H"]:
-    """The dense feed-forward network of a first layer."""
+    weights: Weights, cfg: ModelConfig, x: Float[Array, "t H"], *, layer: int, is_sharded: bool
+) -> Float[Array, "t H"]:
+    """The dense feed-forward network of a first layer.
+
+    Args:
+      x: normed hidden states: all tokens, or with `is_sharded` this rank's.
+    """
     with jax.named_scope("dense"):
-        partial_out = glu(x, weights["gate_up"][layer], weights["down"][layer], cfg)
-        return round_to(sum_partials(partial_out), x.dtype)
+        out = _glu_of_all(x, weights["gate_up"][layer], weights["down"][layer], cfg, is_sharded)
+        if not is_sharded:
+            out = collectives.sum_partials(out)
+        return round_to(out, x.dtype)
+
+
+def _glu_of_all(
+    x: Float[Array, "t H"],
+    gate_up: Float[Array, "2 F H"],
+    down: Float[Array, "H F"],
+    cfg: ModelConfig,
+    is_sharded: bool,
+) -> Float[Array, "t H"]:
+    """`glu` on tokens of all ranks: a partial of them, or with `is_sharded` this rank's sums."""
+    if not is_sharded:
+        return glu(x, gate_up, down, cfg)
+    return collectives.scatter_partials(glu(collectives.gather_tokens(x), gate_up, down, cfg))
 
 
 def latent_moe(
     weights: Weights,
     cfg: ModelConfig,
     parallel: ParallelConfig,
-    x: Float[Array, "T H"],
-    used: Bool[Array, " T"],
+    x: Float[Array, "t H"],
+    used: Bool[Array, " t"],
     *,
     layer: int,
-) -> Float[Array, "T H"]:
+    is_sharded: bool,
+) -> tuple[Float[Array, "t H"], Int32[Array, " R"]]:
     """Routed experts in the latent, plus shared experts at full width.
 
     Args:
-      x: normed hidden states.
+      x: normed hidden states: all tokens of the replica, or with `is_sharded` this rank's.
       used: tokens that are not padding; the others are sent to no expert.
       layer: index in the stacked weights.
 
     Returns:
-      The summed output, equal on all ranks.
+      The summed output of these tokens, and the load that they put on the experts of each rank.
     """
     # The experts stay stacked: their kernel takes the whole stack and the layer's index.
     w = {
@@ -81,23 +101,57 @@ def latent_moe(
             scaling=cfg.routed_scaling_factor,
         )
         ids = jnp.where(used[:, None], ids, -1)
-    z = linear(x, w["latent_down"]) if cfg.has_latent_moe else x
+    with jax.named_scope("moe/latent_down"):
+        z = linear(x, w["latent_down"]) if cfg.has_latent_moe else x
+    w13, w2 = expert_weights(weights, cfg)
+    num_local = jax.tree.leaves(w13)[0].shape[1]
+
+    def experts(z: Array, ids: Array, mixing: Array) -> Array:
+        first = dispatch.first_expert(parallel, num_local)
+        return moe_experts(
+            z, ids, mixing, w13, w2, layer=layer, first_expert=first, activation=activation(cfg)
+        )
+
     with jax.named_scope("moe/experts"):
-        w13, w2 = expert_weights(weights, cfg)
-        num_local = jax.tree.leaves(w13)[0].shape[1]
-        routed = moe_experts(
-            z, ids, mixing, w13, w2, layer=layer, first_expert=first_expert(parallel, num_local),
-            activation=activation(cfg),
-        )  # fmt: skip
-    with jax.named_scope("moe/tail"):
-        routed = sum_partials(routed)
-        if cfg.has_latent_norm:
-            routed = rms_norm(routed, w["latent_norm"], cfg.rms_norm_eps)
-        if cfg.has_latent_moe:
-            routed = linear_f32(round_to(routed, x.dtype), w["latent_up"])
+        axes = dispatch.expert_axes(is_sharded=is_sharded)
+        routed = dispatch.exchange(parallel, axes, experts, z, ids, mixing, num_local=num_local)
+        load = dispatch.expert_load(parallel, ids, num_local)
     with jax.named_scope("moe/shared"):
-        shared = sum_partials(glu(x, w["shared_gate_up"], w["shared_down"], cfg))
-    return round_to(routed + shared, x.dtype)
+        shared = _glu_of_all(x, w["shared_gate_up"], w["shared_down"], cfg, is_sharded)
+    with jax.named_scope("moe/tail"):
+        return _tail(w, cfg, parallel, routed, shared, is_sharded, x.dtype), load
+
+
+def _tail(
+    w: Weights,
+    cfg: ModelConfig,
+    parallel: ParallelConfig,
+    routed: Float[Array, "t L"],
+    shared: Float[Array, "t H"],
+    is_sharded: bool,
+    dtype: jnp.dtype,
+) -> Float[Array, "t H"]:
+    """Norm and up-projection of the routed sum, plus the shared experts.
+
+    Args:
+      routed, shared: float32 partials of all tokens, or with `is_sharded` sums of this rank's.
+    """
+
+    def norm(latent: Float[Array, "t L"]) -> Float[Array, "t L"]:
+        if cfg.has_latent_norm:
+            latent = rms_norm(latent, w["latent_norm"], cfg.rms_norm_eps)
+        return round_to(latent, dtype)
+
+    if is_sharded:
+        out = linear_f32(norm(routed), w["latent_up"]) if cfg.has_latent_moe else routed
+        return round_to(out + shared, dtype)
+    if not cfg.has_latent_moe:
+        return round_to(collectives.sum_partials(routed + shared), dtype)
+    form = collectives.choose_tail(parallel, cfg.hidden_size, routed.shape[0])
+    return collectives.moe_tail(
+        form, routed, shared, norm=norm, up=w["latent_up"], linear=linear_f32,
+        finish=lambda x: round_to(x, dtype),
+    )  # fmt: skip
 
 
 def expert_weights(

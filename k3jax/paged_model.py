@@ -44,28 +44,32 @@ class PagedModel:
         self._copy = compile_copying(program, mesh)
         self.pool, self._tokens = initial_state(program, mesh)
 
-    def clear(self, pages: Sequence[int]) -> None:
-        """Zero some pages in every layer position."""
-        for start in range(0, len(pages), CLEAR_WIDTH):
-            ids = np.full(CLEAR_WIDTH, self.program.layout.num_pages, np.int32)
-            part = pages[start : start + CLEAR_WIDTH]
-            ids[: len(part)] = part
+    def clear(self, pages: Sequence[Sequence[int]]) -> None:
+        """Zero some pages of each replica, in every layer position."""
+        for start in range(0, max(map(len, pages)), CLEAR_WIDTH):
+            ids = np.full((len(pages), CLEAR_WIDTH), self.program.layout.num_pages, np.int32)
+            for row, of_replica in zip(ids, pages, strict=True):
+                part = of_replica[start : start + CLEAR_WIDTH]
+                row[: len(part)] = part
             self.pool = self._clear(self.pool, ids)
 
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy the first tokens of pages in every layer position, bit by bit.
+    def copy(self, copies: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        """Copy the first tokens of pages of each replica in every layer position, bit by bit.
 
         Args:
           copies: source page, target page and number of tokens. No page is the target of two
             copies, or both source and target.
         """
-        for start in range(0, len(copies), COPY_WIDTH):
-            packed = np.full((3, COPY_WIDTH), self.program.layout.num_pages, np.int32)
-            part = copies[start : start + COPY_WIDTH]
-            packed[:, : len(part)] = np.transpose(part)
+        for start in range(0, max(map(len, copies)), COPY_WIDTH):
+            shape = (len(copies), 3, COPY_WIDTH)
+            packed = np.full(shape, self.program.layout.num_pages, np.int32)
+            for columns, of_replica in zip(packed, copies, strict=True):
+                part = of_replica[start : start + COPY_WIDTH]
+                if part:
+                    columns[:, : len(part)] = np.transpose(part)
             self.pool = self._copy(self.pool, packed)
 
-    def run(self, bucket: Bucket, packed: Int32[np.ndarray, " n"]) -> jax.Array:
+    def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> jax.Array:
         """Run one step on packed inputs, which must not be changed afterwards (KF-C20)."""
         self.pool, self._tokens, result = self._steps[bucket](
             self._params, self.pool, self._tokens, packed

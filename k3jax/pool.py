@@ -144,10 +144,10 @@ def write_states(
 
 
 def clear_pages(
-    pool: UInt16[Array, "R Z P W words"], pages: Int32[Array, " K"]
-) -> UInt16[Array, "R Z P W words"]:
+    pool: UInt16[Array, "Z P W words"], pages: Int32[Array, " K"]
+) -> UInt16[Array, "Z P W words"]:
     """Zero whole pages in every layer position. Ids beyond the pool are padding."""
-    return pool.at[:, :, pages].set(jnp.uint16(0), mode="drop")
+    return pool.at[:, pages].set(jnp.uint16(0), mode="drop")
 
 
 def copy_pages(

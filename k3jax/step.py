@@ -2,7 +2,8 @@
 
 A serving step takes parameters, the donated pool, the donated token buffer and one packed int32
 array; it returns the pool, the token buffer and one small int32 array. A scoring step returns the
-logits of every token instead.
+logits of every token instead. All replicas of the mesh run the same program, each on its own row of
+the packed array.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from k3jax import inputs
 from k3jax.buckets import Bucket
 from k3jax.cache_spec import layer_groups
 from k3jax.config import Dtype, ModelConfig
-from k3jax.model import K3
+from k3jax.model import K3, shards_tokens
 from k3jax.params import describe
 from k3jax.pool import PoolLayout, clear_pages, copy_pages
 from k3jax.sampling import sample
 from k3jax.step_meta import StepMeta, last_token_of_row, step_meta
+from sharding import collectives
 from sharding.axes import ParallelConfig
 from sharding.mesh import AnyMesh
 from sharding.specs import partition_spec
@@ -41,7 +43,7 @@ class Program:
     """What the step programs are compiled for. Hashable: everything here is static.
 
     Attributes:
-      max_rows: entries of the token buffer; one more is scratch, for rows not in use.
+      max_rows: entries of a replica's token buffer; one more is scratch, for rows not in use.
     """
 
     cfg: ModelConfig
@@ -66,6 +68,11 @@ class Program:
     def pool_spec(self) -> PartitionSpec:
         return partition_spec(("ranks", None, None, None, None), self.parallel)
 
+    @property
+    def buffer_spec(self) -> PartitionSpec:
+        """Of the token buffer `[dp * (max_rows + 1)]`."""
+        return partition_spec(("replicas",), self.parallel)
+
 
 MakeStep = Callable[[Program, AnyMesh, Bucket], jax.stages.Wrapped]
 
@@ -75,13 +82,13 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
 
     Returns:
       `(params, pool, tokens, packed) -> (pool, tokens, result)` with pool and token buffer donated.
-      `result` is int32 `[2, S]`: sampled ids, and 1 where the row's logits were finite.
+      `packed` is int32 `[dp, n]`; `result` is described in `k3jax.results`.
     """
 
     def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
-        fields = unpack(packed, bucket, program.num_recurrent_groups)
+        fields = unpack(packed[collectives.replica()], bucket, program.num_recurrent_groups)
         run = _run(program, bucket, params, pool, buffer, fields)
-        logits = run.logits(jnp.take(run.hidden, last_token_of_row(run.meta.row_offsets), axis=0))
+        logits = run.logits(run.take(last_token_of_row(run.meta.row_offsets)))
         with jax.named_scope("sample"):
             ids, finite = sample(
                 logits,
@@ -94,63 +101,69 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
         wanted = (fields["sample"] != 0) & (run.meta.context > 0)
         slots = jnp.where(wanted, fields["slots"], program.max_rows)
         buffer = buffer.at[slots].set(ids, mode="drop")
-        return run.pool, buffer, jnp.stack([ids, finite.astype(jnp.int32)])
+        result = jnp.concatenate([ids, finite.astype(jnp.int32), run.load])
+        with jax.named_scope("result"):
+            return run.pool, buffer, collectives.gather_replicas(result)
 
-    return _jit(program, mesh, bucket, step)
+    return _jit(program, mesh, bucket, step, PartitionSpec())
 
 
 def scoring_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.Wrapped:
     """The jitted forward pass of a bucket that returns logits of all its tokens.
 
     Returns:
-      `(params, pool, tokens, packed) -> (pool, tokens, logits)`; `logits` is float32 `[T, V]`.
+      `(params, pool, tokens, packed) -> (pool, tokens, logits)`; `packed` is int32 `[dp, n]`,
+      `logits` float32 `[dp, T, V]`.
     """
 
     def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
-        fields = unpack(packed, bucket, program.num_recurrent_groups)
+        fields = unpack(packed[collectives.replica()], bucket, program.num_recurrent_groups)
         run = _run(program, bucket, params, pool, buffer, fields)
-        return run.pool, buffer, run.logits(run.hidden)
+        return run.pool, buffer, run.logits(run.all())[None]
 
-    return _jit(program, mesh, bucket, step)
+    return _jit(program, mesh, bucket, step, partition_spec(("replicas",), program.parallel))
 
 
 def clearing_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
-    """The jitted program that zeroes up to `CLEAR_WIDTH` pages.
+    """The jitted program that zeroes up to `CLEAR_WIDTH` pages of each replica.
 
     It is a program of its own, since most steps hand out no page. The device runs programs in the
     order in which they were called, so a page is clear before the step that first writes it.
 
     Returns:
-      `(pool, page_ids) -> pool`, with the pool donated.
+      `(pool, pages) -> pool`, with the pool donated; `pages` is int32 `[dp, CLEAR_WIDTH]`.
     """
-    pool = NamedSharding(mesh, program.pool_spec)
-    return jax.jit(
-        clear_pages,
-        donate_argnums=0,
-        in_shardings=(pool, NamedSharding(mesh, PartitionSpec())),
-        out_shardings=pool,
-    )
+    return _page_step(program, mesh, clear_pages)
 
 
 def copying_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
-    """The jitted program that copies the first tokens of up to `COPY_WIDTH` pages.
+    """The jitted program that copies the first tokens of up to `COPY_WIDTH` pages of each replica.
 
     Each rank copies its own part of a page. A program of its own for the same reason as
     `clearing_step`; call it after that and before the step.
 
     Returns:
-      `(pool, copies) -> pool`, with the pool donated; see `k3jax.pool.copy_pages`.
+      `(pool, copies) -> pool`, with the pool donated; `copies` is int32 `[dp, 3, COPY_WIDTH]`, see
+      `k3jax.pool.copy_pages`.
     """
+    return _page_step(program, mesh, copy_pages)
+
+
+def _page_step(
+    program: Program, mesh: AnyMesh, change: Callable[[Array, Array], Array]
+) -> jax.stages.Wrapped:
+    """The jitted program that changes pages of each rank as its replica's part of an array says."""
     in_specs = (program.pool_spec, PartitionSpec())
 
-    def copy_step(
-        pool: UInt16[Array, "1 Z P W words"], copies: Int32[Array, "3 K"]
+    def step(
+        pool: UInt16[Array, "1 Z P W words"], pages: Int32[Array, "dp ..."]
     ) -> UInt16[Array, "1 Z P W words"]:
-        return copy_pages(pool[0], copies)[None]
+        return change(pool[0], pages[collectives.replica()])[None]
 
+    step.__name__ = change.__name__  # the program's name in a profile
     return jax.jit(
         jax.shard_map(
-            copy_step, mesh=mesh, in_specs=in_specs, out_specs=program.pool_spec, check_vma=False
+            step, mesh=mesh, in_specs=in_specs, out_specs=program.pool_spec, check_vma=False
         ),
         donate_argnums=0,
         in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
@@ -188,9 +201,22 @@ class _Run:
 
     model: K3
     params: Params
-    hidden: Float[Array, "T H"]
+    hidden: Float[Array, "t H"]
+    is_sharded: bool
     pool: UInt16[Array, "1 Z P W words"]
+    load: Int32[Array, " R"]
     meta: StepMeta
+
+    def take(self, tokens: Int32[Array, " S"]) -> Float[Array, "S H"]:
+        """Hidden states of some tokens."""
+        if self.is_sharded:
+            with jax.named_scope("head"):
+                return collectives.take_tokens(self.hidden, tokens)
+        return jnp.take(self.hidden, tokens, axis=0)
+
+    def all(self) -> Float[Array, "T H"]:
+        """Hidden states of all tokens."""
+        return collectives.gather_tokens(self.hidden) if self.is_sharded else self.hidden
 
     def logits(self, hidden: Float[Array, "S H"]) -> Float32[Array, "S V"]:
         return _apply(self.model, self.params, hidden, method="logits")
@@ -221,8 +247,9 @@ def _run(
     )
     model = K3(program.cfg, program.parallel, program.dtype)
     tokens = _resolve_tokens(fields, buffer)
-    hidden, loc_pool = _apply(model, params, tokens, pool[0], meta, layout)
-    return _Run(model, params, hidden, loc_pool[None], meta)
+    hidden, local_pool, load = _apply(model, params, tokens, pool[0], meta, layout)
+    is_sharded = shards_tokens(program.parallel, bucket.kind, bucket.tokens)
+    return _Run(model, params, hidden, is_sharded, local_pool[None], load, meta)
 
 
 def _apply(model: K3, params: Params, *args: Any, method: str | None = None) -> Any:
@@ -232,12 +259,15 @@ def _apply(model: K3, params: Params, *args: Any, method: str | None = None) -> 
 
 
 def _jit(
-    program: Program, mesh: AnyMesh, bucket: Bucket, step: Callable[..., tuple[Array, ...]]
+    program: Program,
+    mesh: AnyMesh,
+    bucket: Bucket,
+    step: Callable[..., tuple[Array, ...]],
+    result_spec: PartitionSpec,
 ) -> jax.stages.Wrapped:
     """`shard_map` and jit a step: explicit shardings in and out, pool and token buffer donated."""
-    everywhere = PartitionSpec()
-    in_specs = (program.param_specs, program.pool_spec, everywhere, everywhere)
-    out_specs = (program.pool_spec, everywhere, everywhere)
+    in_specs = (program.param_specs, program.pool_spec, program.buffer_spec, PartitionSpec())
+    out_specs = (program.pool_spec, program.buffer_spec, result_spec)
 
     def shardings(specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

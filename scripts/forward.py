@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from k3jax.config import EngineConfig
-from sharding.axes import ParallelConfig, parse_mesh
+from sharding.axes import Dispatch, Experts, ParallelConfig, ShardTokens, Tail, parse_mesh
 from sharding.devices import prepare_devices
 
 
@@ -22,16 +23,32 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--tokens", type=Path, required=True, help="int32 [T] .npy file")
     parser.add_argument("--out", type=Path, required=True, help="float32 [T, vocab] .npy file")
-    parser.add_argument("--mesh", default="tp1", help="for example tp4 (default: tp1)")
-    parser.add_argument(
-        "--experts", choices=("ep", "tp"), default="ep", help="split over experts, or inside each"
-    )
+    parser.add_argument("--mesh", default="tp1", help="for example tp4 or dp2xtp4 (default: tp1)")
+    for name, kind in (
+        ("experts", Experts),
+        ("dispatch", Dispatch),
+        ("tail", Tail),
+        ("shard-tokens", ShardTokens),
+    ):
+        default = getattr(ParallelConfig(), name.replace("-", "_"))
+        parser.add_argument(
+            f"--{name}",
+            choices=get_args(kind),
+            default=default,
+            help=f"see sharding.axes.ParallelConfig (default: {default})",
+        )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--chunk", type=int, help="tokens of a prefill step (default: all)")
     parser.add_argument("--decode", type=int, default=0, help="last tokens, sent one at a time")
     args = parser.parse_args()
     try:
-        parallel = ParallelConfig(**parse_mesh(args.mesh), experts=args.experts)
+        parallel = ParallelConfig(
+            **parse_mesh(args.mesh),
+            experts=args.experts,
+            dispatch=args.dispatch,
+            tail=args.tail,
+            shard_tokens=args.shard_tokens,
+        )
         tokens = np.load(args.tokens)
         notice = prepare_devices(parallel.num_ranks)
         if notice:

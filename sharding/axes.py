@@ -1,7 +1,7 @@
 """Names and sizes of the mesh axes, and the `--mesh` notation. Never imports jax.
 
 `dp` holds replicas of attention, `tp` splits heads and columns. Experts are split over the
-flattened `(dp, tp)` axes (`experts="ep"`), or inside each expert (`experts="tp"`).
+flattened `(dp, tp)` axes, whole (`experts="ep"`) or inside each (`experts="tp"`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,34 @@ from typing import Literal
 DP = "dp"
 TP = "tp"
 
+Experts = Literal["ep", "tp"]
+Dispatch = Literal["all_gather", "all_to_all", "ragged"]
+TailForm = Literal["all_reduce", "columns", "folded"]
+Tail = Literal["auto", "all_reduce", "columns", "folded"]
+ShardTokens = Literal["auto", "on", "off"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the mesh.
+    """Sizes of the mesh, and how work is shared over it.
 
     Attributes:
       dp: data-parallel replicas of attention.
       tp: ranks that share one replica's heads and columns.
       experts: `ep` gives each rank whole experts, `tp` a slice of every expert.
+      dispatch: how tokens reach experts of other ranks; see `sharding.dispatch`.
+      tail: how the partial results behind the experts become one; see `collectives.moe_tail`.
+        `auto` chooses by the number of tokens.
+      shard_tokens: whether residuals, norms, router and latent projections of a prefill step are
+        split by tokens over `tp`; `auto` does so where the tokens divide.
     """
 
     dp: int = 1
     tp: int = 1
-    experts: Literal["ep", "tp"] = "ep"
+    experts: Experts = "ep"
+    dispatch: Dispatch = "all_gather"
+    tail: Tail = "auto"
+    shard_tokens: ShardTokens = "auto"
 
     @property
     def num_ranks(self) -> int:

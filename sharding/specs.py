@@ -22,8 +22,9 @@ def rules(parallel: ParallelConfig) -> dict[str, MeshAxes]:
         "heads": TP,
         "ff": TP,
         "expert": (DP, TP) if whole else None,
-        "expert_ff": None if whole else TP,
+        "expert_ff": None if whole else (DP, TP),
         "ranks": (DP, TP),
+        "replicas": DP,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from k3jax.step import Program, scoring_step
 from serving.build import LoadedModel, load_model
 from serving.executor import Executor, Handle
 from serving.packing import pack_plan
-from serving.plan import RowPlan, StepPlan, StepResult
+from serving.plan import RowPlan, StepPlan, StepResult, group_of_one
 from serving.request import SamplingParams
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
@@ -28,25 +28,31 @@ from tests import tiny
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1)
 
 
-def load_golden(
-    name: str, *, tp: int = 1, experts: str = "ep", dtype: Dtype = "float32"
-) -> LoadedModel:
-    """A golden checkpoint on a mesh, with pages as small as its state allows."""
+def load_golden(name: str, *, dtype: Dtype = "float32", **mesh: Any) -> LoadedModel:
+    """A golden checkpoint on a mesh, see `load_folder`."""
+    return load_folder(tiny.DATA / name, dtype=dtype, **mesh)
+
+
+def load_folder(folder: Path, *, dtype: Dtype = "float32", **mesh: Any) -> LoadedModel:
+    """A checkpoint with pages as small as its state allows; `mesh` goes to `ParallelConfig`."""
     engine = EngineConfig(dtype=dtype, max_rows=1, max_prefill_rows=1, max_context_tokens=128)
-    folder: Path = tiny.DATA / name
-    return load_model(folder, engine, ParallelConfig(tp=tp, experts=experts), unit_tokens=16)
+    return load_model(folder, engine, ParallelConfig(**mesh), unit_tokens=16)
 
 
 def program_of(
-    cfg: ModelConfig, *, page_tokens: int, num_pages: int, tp: int = 1, dtype: Dtype = "float32",
+    cfg: ModelConfig,
+    *,
+    page_tokens: int,
+    num_pages: int,
+    dtype: Dtype = "float32",
     max_rows: int = 4,
-    experts: Literal["ep", "tp"] = "ep",
-) -> Program:  # fmt: skip
-    """What to compile for a small pool."""
-    spec = cache_spec(cfg, tp=tp, dtype=dtype)
+    **mesh: Any,
+) -> Program:
+    """What to compile for a small pool; `mesh` goes to `ParallelConfig`."""
+    parallel = ParallelConfig(**mesh)
+    spec = cache_spec(cfg, tp=parallel.tp, dtype=dtype)
     cache = CacheConfig(page_tokens=page_tokens, num_pages=num_pages)
-    layout = pool_layout(cfg, cache, spec, tp=tp, dtype=dtype)
-    parallel = ParallelConfig(tp=tp, experts=experts)
+    layout = pool_layout(cfg, cache, spec, tp=parallel.tp, dtype=dtype)
     return Program(cfg=cfg, parallel=parallel, layout=layout, dtype=dtype, max_rows=max_rows)
 
 
@@ -94,12 +100,34 @@ def run_rows(
     return run_plans(model, bucket, [row.plan(start, end) for row, start, end in parts])
 
 
+def run_replicas(
+    model: PagedModel, bucket: Bucket, parts: Sequence[Sequence[tuple[Row, int, int]]]
+) -> list[list[np.ndarray]]:
+    """Run each replica's `(row, start, end)` parts as one step; their results, row by row."""
+    program = model.program
+    plans = [[row.plan(start, end) for row, start, end in rows] for rows in parts]
+    packed = [
+        pack_plan(
+            StepPlan(step_id=0, bucket=bucket, rows=tuple(rows), clear_pages=()),
+            program.num_recurrent_groups,
+            program.max_rows,
+        )
+        for rows in plans
+    ]
+    logits = np.asarray(model.run(bucket, np.stack(packed)))
+    results = []
+    for rows, result in zip(plans, logits, strict=True):
+        ends = np.cumsum([row.length for row in rows], dtype=int)
+        results.append(np.split(result[: ends[-1]], ends[:-1]) if rows else [])
+    return results
+
+
 def run_plans(model: PagedModel, bucket: Bucket, rows: Sequence[RowPlan]) -> list[np.ndarray]:
-    """Run rows as one step; the result of each, row by row."""
+    """Run rows as one step of a model with one replica; the result of each, row by row."""
     plan = StepPlan(step_id=0, bucket=bucket, rows=tuple(rows), clear_pages=())
     program = model.program
     packed = pack_plan(plan, program.num_recurrent_groups, program.max_rows)
-    result = np.asarray(model.run(bucket, packed))
+    (result,) = np.asarray(model.run(bucket, packed[None]))
     ends = np.cumsum([row.length for row in rows])
     return np.split(result[: ends[-1]], ends[:-1])
 
@@ -111,7 +139,8 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 class StepExecutor(Executor):
-    """The real executor, with steps collected by their number as `SchedulerDriver` does."""
+    """The real executor of one replica, with steps collected by their number as `SchedulerDriver`
+    does."""
 
     def __init__(self, model: PagedModel):
         super().__init__(model)
@@ -119,8 +148,10 @@ class StepExecutor(Executor):
         self._handles: dict[int, Handle] = {}
 
     def dispatch(self, plan: StepPlan) -> Handle:
-        self._handles[plan.step_id] = super().dispatch(plan)
+        self._handles[plan.step_id] = super().dispatch(group_of_one(plan))
         return self._handles[plan.step_id]
 
     def collect(self, handle: int) -> StepResult:
-        return super().collect(self._handles.pop(handle))
+        (result,) = super().collect(self._handles.pop(handle)).results
+        assert result is not None
+        return result

@@ -49,7 +49,7 @@ def row_of(index: int, tokens: np.ndarray, *, pages: tuple[int, ...] = ()) -> Ro
 
 
 def clear(*rows: Row) -> None:
-    model().clear([page for row in rows for page in (*row.attention, *row.states)])
+    model().clear([[page for row in rows for page in (*row.attention, *row.states)]])
 
 
 def prefill_alone(tokens: np.ndarray, *, bucket: Bucket = SMALL) -> np.ndarray:
@@ -173,7 +173,7 @@ def test_kf_c02_a_new_request_starts_from_zero_state_even_on_a_dirty_page() -> N
     want = prefill_alone(tokens)
     poison_pool()
     row = row_of(0, tokens)
-    model().clear(row.attention)  # the state pages stay full of NaN
+    model().clear([row.attention])  # the state pages stay full of NaN
     (got,) = run_rows(model(), SMALL, [(row, 0, len(tokens))])
     np.testing.assert_array_equal(got, want)
 
@@ -183,7 +183,7 @@ def test_kf_c02_the_same_holds_for_a_first_token_in_the_decode_program() -> None
     want = prefill_alone(tokens)
     poison_pool()
     row = row_of(0, tokens)
-    model().clear(row.attention)
+    model().clear([row.attention])
     (got,) = run_rows(model(), DECODE_1, [(row, 0, 1)])
     assert relative_error(got, want) <= TOLERANCE
 

@@ -13,7 +13,7 @@ import pytest
 from k3jax.buckets import Bucket
 from k3jax.paged_model import PagedModel
 from serving.executor import Executor
-from serving.plan import PageCopy, RowPlan, StateExport, StepPlan
+from serving.plan import PageCopy, RowPlan, StateExport, StepPlan, group_of_one
 from tests import tiny
 from tests.models import Row, open_model, program_of, relative_error
 
@@ -47,7 +47,7 @@ def step(
 ) -> list[np.ndarray]:
     """Logits of each row of one step."""
     plan = StepPlan(step_id=0, bucket=BUCKET, rows=rows, clear_pages=clear, copies=copies)
-    logits = np.asarray(Executor(model()).dispatch(plan).result)
+    (logits,) = np.asarray(Executor(model()).dispatch(group_of_one(plan)).result)
     ends = np.cumsum([row.length for row in rows])
     return np.split(logits[: ends[-1]], ends[:-1])
 

@@ -109,7 +109,7 @@ class LogitsExecutor(StepExecutor):
             for row in plan.rows
         )
         handle = super().dispatch(dataclasses.replace(plan, rows=known))
-        logits = np.asarray(handle.result)
+        (logits,) = np.asarray(handle.result)
         ends = np.cumsum([row.length for row in known])
         sampled: list[int] = []
         for row, part in zip(known, np.split(logits[: ends[-1]], ends[:-1]), strict=True):

@@ -55,7 +55,7 @@ def copied(pool: np.ndarray, copies: list[PageCopy]) -> np.ndarray:
 def run(tp: int, pool: np.ndarray, copies: list[PageCopy]) -> np.ndarray:
     one = model(tp)
     one.pool = jax.device_put(pool, one.pool.sharding)
-    one.copy(copies)
+    one.copy([copies])
     return np.asarray(one.pool)
 
 

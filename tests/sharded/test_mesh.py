@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,75 +15,160 @@ from k3jax.paged_model import PagedModel
 from sharding.axes import ParallelConfig, parse_mesh
 from sharding.mesh import make_mesh
 from sharding.specs import local_shape, partition_spec
-from tests import tiny
-from tests.models import Row, open_model, program_of, relative_error, run_rows
+from tests import ragged, tiny
+from tests.models import Row, open_model, program_of, relative_error, run_replicas
 
 PREFILL, DECODE = Bucket("prefill", 40, 2, 2), Bucket("decode", 2, 2, 2)
 TOLERANCE = 2e-5
+LENGTHS = (23, 16, 9)
 
 
 def config(*, packed: bool) -> ModelConfig:
-    """A tiny model whose heads, columns and experts divide by eight."""
+    """A tiny model whose heads, columns and experts divide by eight: KDA dense, KDA, MLA."""
+    attention = {"num_heads": 8, "head_dim": 6, "kda_layers": [1, 2], "full_attn_layers": [3]}
     return tiny.tiny_config(
-        packed=packed, num_experts=16, linear_attn_config={"num_heads": 8, "head_dim": 6}
+        packed=packed, num_experts=16, num_hidden_layers=3, linear_attn_config=attention
     )
 
 
-def run(model: PagedModel) -> np.ndarray:
-    """Logits of two rows: a prefill, and a decode step after it."""
+def rows_of(model: PagedModel) -> list[Row]:
+    """Sequences for one replica, on pages and a slot of their own."""
     rng = np.random.default_rng(5)
     groups = model.program.num_recurrent_groups
     rows = []
-    for index, length in enumerate((23, 16)):
+    for index, length in enumerate(LENGTHS):
         pages = tuple(range(1 + 5 * index, 6 + 5 * index))
         tokens = rng.integers(0, model.program.cfg.vocab_size, length).astype(np.int32)
         rows.append(Row(tokens, attention=pages[:2], states=pages[2 : 2 + groups], slot=index))
-    ends = [len(row.tokens) - 1 for row in rows]
-    parts = run_rows(model, PREFILL, [(row, 0, end) for row, end in zip(rows, ends, strict=True)])
-    parts += run_rows(
-        model, DECODE, [(row, end, end + 1) for row, end in zip(rows, ends, strict=True)]
-    )
-    return np.concatenate(parts)
+    return rows
+
+
+def run(model: PagedModel, placing: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
+    """Logits of each sequence, by its index: a prefill, and a decode step of the last token.
+
+    Args:
+      placing: sequences of each replica, at most two; a replica without any is idle.
+    """
+    rows = rows_of(model)
+
+    def step(bucket: Bucket, start: int, end: int) -> dict[int, np.ndarray]:
+        parts = [
+            [(rows[i], start % len(rows[i].tokens), len(rows[i].tokens) + end) for i in indices]
+            for indices in placing
+        ]
+        results = run_replicas(model, bucket, parts)
+        return {
+            i: result
+            for indices, replica in zip(placing, results, strict=True)
+            for i, result in zip(indices, replica, strict=True)
+        }
+
+    prefill, decode = step(PREFILL, 0, -1), step(DECODE, -1, 0)
+    return {i: np.concatenate([prefill[i], decode[i]]) for i in prefill}
 
 
 @functools.cache
-def logits(tp: int, experts: Literal["ep", "tp"], packed: bool) -> np.ndarray:
-    program = program_of(
-        config(packed=packed), page_tokens=40, num_pages=11, tp=tp, experts=experts
-    )
-    return run(open_model(program, [PREFILL, DECODE]))
+def model_on(packed: bool, **mesh: Any) -> PagedModel:
+    program = program_of(config(packed=packed), page_tokens=40, num_pages=16, **mesh)
+    return open_model(program, [PREFILL, DECODE])
 
 
-@pytest.mark.parametrize(("tp", "experts", "packed"), [(8, "ep", True), (2, "tp", False)], ids=str)
+@functools.cache
+def expected(packed: bool) -> dict[int, np.ndarray]:
+    """Each sequence alone, on one device."""
+    model = model_on(packed)
+    return {i: run(model, [[i]])[i] for i in range(len(LENGTHS))}
+
+
+@pytest.mark.parametrize(
+    ("packed", "placing", "mesh"),
+    [
+        (True, [[0, 1]], {"tp": 8, "tail": "columns"}),
+        (False, [[1, 2]], {"tp": 2, "experts": "tp", "tail": "folded", "shard_tokens": "off"}),
+        (False, [[0, 2], []], {"dp": 2, "tp": 4, "dispatch": "all_to_all"}),
+        (True, [[], [1], [0, 2], []], {"dp": 4, "tp": 2, "tail": "folded"}),
+        (False, [[2], [], [1], [], [], [], [0], []], {"dp": 8, "dispatch": "ragged"}),
+    ],
+    ids=["tp8", "tp2", "dp2xtp4", "dp4xtp2", "dp8"],
+)
 def test_logits_do_not_depend_on_the_mesh(
-    tp: int, experts: Literal["ep", "tp"], packed: bool
+    packed: bool,
+    placing: list[list[int]],
+    mesh: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert relative_error(logits(tp, experts, packed), logits(1, "ep", packed)) <= TOLERANCE
+    ragged.emulate_on_cpu(monkeypatch)
+    got = run(model_on(packed, **mesh), placing)
+    assert sorted(got) == sorted(i for indices in placing for i in indices)
+    for i, logits in got.items():
+        assert relative_error(logits, expected(packed)[i]) <= TOLERANCE
+
+
+ENGINE = EngineConfig(max_context_tokens=512)
+
+
+def problems(
+    parallel: ParallelConfig, *, packed: bool = True, engine: EngineConfig = ENGINE
+) -> dict[str, str]:
+    """Everything that `validate` finds: what it names first, and what it expects."""
+    try:
+        validate(config(packed=packed), parallel, engine)
+    except ConfigError as error:
+        return {text.split(":")[0]: text for text in error.problems}
+    return {}
 
 
 def test_a_mesh_that_does_not_divide_lists_every_problem() -> None:
-    with pytest.raises(ConfigError) as caught:
-        validate(config(packed=True), ParallelConfig(tp=3), EngineConfig(max_context_tokens=512))
-    text = str(caught.value)
-    for name in (
-        "num_attention_heads",
-        "linear_attn_config.num_heads",
-        "vocab_size",
-        "num_experts",
-    ):
-        assert name in text
-    assert "tp3" in text
+    found = problems(
+        ParallelConfig(dp=2, tp=3, tail="columns", shard_tokens="on"),
+        engine=EngineConfig(max_context_tokens=513),
+    )
+    assert list(found) == [
+        "num_attention_heads does not divide over the mesh",
+        "linear_attn_config.num_heads does not divide over the mesh",
+        "vocab_size does not divide over the mesh",
+        "intermediate_size does not divide over the mesh",
+        "num_experts does not divide over the mesh",
+        "hidden_size does not divide over the mesh",
+        "tokens of a prefill step do not divide over the mesh",
+        "max_context_tokens is beyond the model",
+    ]
+    assert found["vocab_size does not divide over the mesh"].endswith("expected a multiple of tp3")
+    assert (
+        "got 16; expected a multiple of dp2 x tp3 = 6, or"
+        in found["num_experts does not divide over the mesh"]
+    )
 
 
-def test_experts_split_inside_need_whole_mxfp4_groups() -> None:
-    parallel = ParallelConfig(tp=2, experts="tp")
-    with pytest.raises(ConfigError, match="MXFP4 groups on every rank: got 32"):
-        validate(config(packed=True), parallel, EngineConfig(max_context_tokens=512))
+@pytest.mark.parametrize(
+    ("parallel", "packed", "problem"),
+    [
+        (ParallelConfig(dp=2, tp=8), True, None),
+        (ParallelConfig(dp=16, tp=1), True, None),
+        (ParallelConfig(dp=4, tp=8), True, "got 16; expected a multiple of dp4 x tp8 = 32, or"),
+        (ParallelConfig(dp=4, tp=8, experts="tp"), False, None),
+        (ParallelConfig(dp=3, experts="tp"), False, "got 32; expected a multiple of dp3 x tp1 = 3"),
+        (ParallelConfig(dp=2, experts="tp"), True, "got 32; expected a multiple of 32 x dp2 x tp1"),
+        (ParallelConfig(tp=8, tail="folded", shard_tokens="on"), True, None),
+    ],
+    ids=str,
+)
+def test_experts_divide_over_all_ranks(
+    parallel: ParallelConfig, packed: bool, problem: str | None
+) -> None:
+    found = list(problems(parallel, packed=packed).values())
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0]
 
 
-def test_dp_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="dp is not supported yet: got dp2"):
-        validate(config(packed=True), ParallelConfig(dp=2), EngineConfig(max_context_tokens=512))
+def test_tokens_of_every_prefill_step_divide_if_they_must() -> None:
+    # Steps of 64 and of 100 tokens.
+    engine = EngineConfig(max_context_tokens=512, max_prefill_tokens=100)
+    assert problems(ParallelConfig(tp=8), engine=engine) == {}
+    (text,) = problems(ParallelConfig(tp=8, shard_tokens="on"), engine=engine).values()
+    assert "got 100, with max_prefill_tokens 100; expected a multiple of tp8" in text
+    engine = EngineConfig(max_context_tokens=512, max_prefill_tokens=96)
+    assert problems(ParallelConfig(tp=8, shard_tokens="on"), engine=engine) == {}
 
 
 def test_too_few_devices() -> None:
