@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from k3jax.config import EngineConfig
-from serving import scheduler
+from serving import replicas
 from serving.options import default_cache_dir
 from serving.page_table import empty_table
 from serving.request import Request, SamplingParams
@@ -65,20 +65,22 @@ def _trace(args: argparse.Namespace) -> None:
     limits = make_limits(
         engine, loaded.geometry, num_pages=num_pages, vocab_size=loaded.cfg.vocab_size
     )
-    state = scheduler.initial_state(empty_table(loaded.geometry, num_pages), limits)
+    state = replicas.initial_replicas(
+        [empty_table(loaded.geometry, num_pages)] * parallel.dp, limits
+    )
     for request in _requests(args, loaded.cfg.vocab_size):
-        state = scheduler.submit(state, limits, request)
+        state = replicas.submit(state, limits, request)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would record every Python call
     jax.profiler.start_trace(args.out, profiler_options=options, create_perfetto_trace=True)
-    while not scheduler.is_idle(state):
-        state, step = scheduler.plan(state, limits)
+    while not replicas.is_idle(state):
+        state, step = replicas.plan(state, limits)
         assert step is not None  # all requests fit, and nothing is in flight
         with jax.profiler.StepTraceAnnotation(step.bucket.kind, step_num=step.step_id):
             result = built.executor.collect(built.executor.dispatch(step))
-        state, _ = scheduler.commit(state, result)
+        state, _ = replicas.commit(state, result)
     jax.profiler.stop_trace()
-    print(f"trace of {state.next_step_id} steps written to {args.out}; open it with one of")
+    print(f"trace of {state[0].next_step_id} steps written to {args.out}; open it with one of")
     print(f"  xprof --logdir {args.out}")
     print("  the Perfetto viewer, on its perfetto_trace.json.gz")
 

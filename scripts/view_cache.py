@@ -1,6 +1,6 @@
 """Show the cache and the requests of a server at any step of a record (`serve.py --record FILE`).
 
-The record is replayed on the scheduler itself, without a device.
+The record is replayed on the schedulers themselves, without a device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from serving.page_table import PageTable
 from serving.plan import StepPlan
 from serving.record import Moment, RecordError, read_record, replay
 from serving.request import InvariantError
+from serving.scheduler import SchedulerState
 
 _KEY_CHARS = 8
 
@@ -61,8 +62,16 @@ def find(path: Path, step_id: int | None) -> Moment:
 
 
 def describe(moment: Moment) -> Iterator[str]:
-    """The lines that show a moment."""
-    state, table = moment.state, moment.state.table
+    """The lines that show a moment, one replica after the other."""
+    plans = moment.plan.plans if moment.plan is not None else (None,) * len(moment.replicas)
+    for number, (state, plan) in enumerate(zip(moment.replicas, plans, strict=True)):
+        if len(moment.replicas) > 1:
+            yield f"replica {number}:"
+        yield from _describe_replica(state, plan)
+
+
+def _describe_replica(state: SchedulerState, plan: StepPlan | None) -> Iterator[str]:
+    table = state.table
     in_flight = ", ".join(str(step.step_id) for step in state.in_flight) or "none"
     yield f"step {state.next_step_id - 1} was planned last; in flight: {in_flight}"
     yield (
@@ -87,8 +96,8 @@ def describe(moment: Moment) -> Iterator[str]:
     for entry in state.waiting:
         prompt = len(entry.request.prompt)
         yield f"  {entry.request.request_id} prompt={prompt} output={entry.output.num_tokens}"
-    if moment.plan is not None:
-        yield from _describe_plan(moment.plan)
+    if plan is not None:
+        yield from _describe_plan(plan)
     yield "pages:"
     yield from _describe_pages(table)
 

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from jax.sharding import Mesh
 
+from k3jax import inputs
 from k3jax.buckets import Bucket, bucket_table
 from k3jax.cache_spec import CacheSpec, cache_spec
 from k3jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, validate
@@ -19,6 +21,7 @@ from serving.executor import Executor
 from serving.page_table.alignment import PageGeometry, align
 from sharding.axes import ParallelConfig
 from sharding.devices import device_memory
+from sharding.dispatch import check_platform
 from sharding.mesh import make_mesh
 
 # Share of a device's memory that weights and pool may take; the rest is for activations.
@@ -87,6 +90,7 @@ def load_model(
     validate(cfg, parallel, engine)
     try:
         mesh = make_mesh(parallel)
+        check_platform(parallel, mesh.devices.flat[0].platform)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     spec = cache_spec(cfg, tp=parallel.tp, dtype=engine.dtype)
@@ -104,13 +108,18 @@ def load_model(
     )
 
 
-def build_executor(
+def num_buckets(loaded: LoadedModel) -> int:
+    """How many steps `build_model` compiles."""
+    return len(bucket_table(loaded.engine, page_tokens=loaded.geometry.page_tokens))
+
+
+def build_model(
     loaded: LoadedModel,
     *,
     num_pages: int,
     on_compiled: Callable[[Bucket, float], None] = lambda bucket, seconds: None,
-) -> BuiltModel:
-    """Allocate the pool and compile every bucket.
+) -> tuple[PagedModel, tuple[Bucket, ...]]:
+    """Allocate the pool and compile every bucket; return the model and its buckets.
 
     Args:
       num_pages: pages of the pool, the null page included; see `choose_num_pages`.
@@ -125,6 +134,17 @@ def build_executor(
         buckets,
         on_compiled=on_compiled,
     )
+    return model, buckets
+
+
+def build_executor(
+    loaded: LoadedModel,
+    *,
+    num_pages: int,
+    on_compiled: Callable[[Bucket, float], None] = lambda bucket, seconds: None,
+) -> BuiltModel:
+    """Build the model, see `build_model`, for an engine of this process alone."""
+    model, buckets = build_model(loaded, num_pages=num_pages, on_compiled=on_compiled)
     return BuiltModel(
         executor=Executor(model),
         cfg=loaded.cfg,
@@ -133,6 +153,15 @@ def build_executor(
         num_pages=num_pages,
         buckets=buckets,
     )
+
+
+def rehearse(model: PagedModel, bucket: Bucket) -> None:
+    """Run one step without rows, so that connections between processes exist before requests do."""
+    program = model.program
+    groups = program.num_recurrent_groups
+    empty = inputs.empty_inputs(bucket, groups, scratch_slot=program.max_rows)
+    packed = np.tile(inputs.pack(empty, bucket, groups), (program.parallel.dp, 1))
+    model.run(bucket, packed).block_until_ready()
 
 
 def choose_num_pages(loaded: LoadedModel, pool_bytes: int | None = None) -> int:

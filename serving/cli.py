@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import gc
 import os
 import secrets
@@ -15,62 +16,51 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from k3jax.cache_spec import cache_spec
-from k3jax.config import ConfigError, EngineConfig, ModelConfig, validate
-from k3jax.inputs import EXPORT_TOKENS
-from serving.cache_options import cache_policy
+from k3jax.buckets import Bucket
+from k3jax.config import ConfigError
 from serving.engine import Engine
-from serving.options import (
-    EXIT_FAILED,
-    EXIT_REFUSED,
-    Options,
-    default_cache_dir,
-    parse_options,
-)
-from serving.page_table import align, empty_table, report
-from serving.page_table.policy import CachePolicy
+from serving.options import EXIT_FAILED, EXIT_REFUSED, Options, parse_options
+from serving.page_table import empty_table, report
+from serving.processes.agreement import gather_facts
+from serving.processes.children import die_with_parent
+from serving.processes.guard import GuardedExecutor
+from serving.processes.leader import HostLostError, Leader
+from serving.processes.place import Place
+from serving.processes.repeat import SharedModel
+from serving.processes.roles import GroupConfig, Outcome, lead, report_failure, start_group, work
+from serving.processes.watch import LAST_PHASE
+from serving.processes.worker import Worker
 from serving.record import open_recorder
-from serving.rpc.bundle import Bundle, build_bundle
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.logs import configure_logs
-from serving.rpc.model_info import ModelInfo, read_model_info
 from serving.rpc.service import EngineService, ServiceConfig
 from serving.scheduler import make_limits
 from serving.server import OnFailure, Server, ServerConfig, ServerError, StoppedWhileLoadingError
-from serving.tokenizer import Tokenizer, TokenizerError, load_folder
-from sharding.axes import ParallelConfig, parse_mesh
+from serving.setup import Setup, find_place, group_options, prepare
+from serving.tokenizer import TokenizerError
 
 if TYPE_CHECKING:
-    from k3jax.buckets import Bucket
+    from k3jax.paged_model import PagedModel
+    from serving.build import LoadedModel
 
-EMBEDDED_NAME = "k3-embedded"
-_DEFAULT_CONTEXT_TOKENS = 4096
+# At the end of a phase of the start: waits for the other processes, returns the smallest value.
+Barrier = Callable[[str, int], int]
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What a server needs before its model is loaded."""
-
-    options: Options
-    cache_dir: Path
-    folder: Path
-    model: ModelConfig
-    engine: EngineConfig
-    parallel: ParallelConfig
-    policy: CachePolicy
-    tokenizer: Tokenizer | None
-    bundle: Bundle | None
-    info: ModelInfo
+# Errors whose message says all; others are bugs and keep their traceback.
+_EXPLAINED = (ConfigError, TokenizerError, ServerError, HostLostError, OSError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped, and return the exit code."""
     options = parse_options(argv)
     configure_logs(options.log_level)
+    die_with_parent(os.environ)
     try:
+        place = find_place(options)
+        if not place.is_alone:
+            _run_in_group(options, place)
         asyncio.run(_serve(prepare(options)))
     except StoppedWhileLoadingError:
         # The loading thread is inside native code: it cannot be stopped, only left behind.
@@ -79,100 +69,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         os._exit(0)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except ConfigError as error:
-        return _fail(EXIT_REFUSED, *error.problems)
-    except TokenizerError as error:
-        return _fail(EXIT_REFUSED, str(error))
-    except (ServerError, OSError) as error:
-        return _fail(EXIT_FAILED, str(error))
+    except _EXPLAINED as error:
+        code, message = _explain(error)
+        print(f"serve.py: error: {message}", file=sys.stderr, flush=True)
+        return code
     return 0
 
 
-def prepare(options: Options) -> Setup:
-    """Find the model and read all of it but the weights.
-
-    Raises:
-      ConfigError, TokenizerError: a configuration or the tokenizer cannot be used.
-    """
-    try:
-        sizes = parse_mesh(options.mesh)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if options.record is not None:
-        _check_record(options.record)
-    cache_dir = options.cache_dir or default_cache_dir()
-    _choose_compile_cache(options.compile_cache, cache_dir)
-    from k3jax.weights import ensure_embedded, read_model_config
-
-    folder = options.model or ensure_embedded(cache_dir)
-    model = read_model_config(folder)
-    experts = options.experts
-    if experts == "auto":
-        experts = "ep" if model.num_experts % sizes["tp"] == 0 else "tp"
-    engine = EngineConfig(
-        dtype=options.dtype,
-        max_rows=options.max_rows,
-        max_context_tokens=options.max_context
-        or min(model.max_position_tokens, _DEFAULT_CONTEXT_TOKENS),
-        max_prefill_tokens=options.max_prefill_tokens,
-        max_prefill_rows=options.max_prefill_rows or min(4, options.max_rows),
-    )
-    parallel = ParallelConfig(**sizes, experts=experts)
-    validate(model, parallel, engine)
-    policy = cache_policy(
-        align(cache_spec(model, tp=parallel.tp, dtype=engine.dtype), unit_tokens=options.page_unit),
-        is_enabled=options.prefix_cache == "on",
-        hash_block_size=options.hash_block_size,
-        state_retention=options.state_retention,
-        keep_answer_end=options.answer_end_state == "on",
-        export_tokens=EXPORT_TOKENS,
-    )
-    tokenizer = load_folder(folder)
-    name = options.served_model_name or (None if options.model else EMBEDDED_NAME)
-    return Setup(
-        options=options,
-        cache_dir=cache_dir,
-        folder=folder,
-        model=model,
-        engine=engine,
-        parallel=parallel,
-        policy=policy,
-        tokenizer=tokenizer,
-        bundle=build_bundle(folder) if tokenizer else None,
-        info=read_model_info(
-            folder, model, tokenizer, name=name, max_context_tokens=engine.max_context_tokens
-        ),
-    )
-
-
-def start_model(setup: Setup, on_failure: OnFailure) -> Served:
+def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = None) -> Served:
     """Load the weights, compile every step, and make the engine. Takes minutes for a large model.
 
     Args:
       on_failure: called, in the engine's thread, if the engine fails later.
+      leader: of the group, if this process leads one.
 
     Raises:
       ConfigError: the model does not fit the devices, or its weights cannot be used.
+      HostLostError: another process of the group is lost.
     """
-    from sharding.devices import prepare_devices
-
-    notice = prepare_devices(setup.parallel.num_ranks)
-    if notice:
-        say(notice)
-    from k3jax.weights import progress_bar
-    from serving.build import build_executor, choose_num_pages, load_model
+    from serving.executor import Executor
 
     options = setup.options
-    with progress_bar("weights") as progress:
-        loaded = load_model(
-            setup.folder,
-            setup.engine,
-            setup.parallel,
-            unit_tokens=options.page_unit,
-            weight_cache=options.weight_cache,
-            progress=progress,
-        )
-    num_pages = options.num_pages or choose_num_pages(loaded, options.pool_bytes)
+    if leader is not None:
+        leader.gather(options.start_timeout)
+    loaded, num_pages = _load_weights(setup, leader.barrier if leader else _alone)
     limits = make_limits(
         setup.engine,
         loaded.geometry,
@@ -183,15 +103,108 @@ def start_model(setup: Setup, on_failure: OnFailure) -> Served:
     )
     table = empty_table(loaded.geometry, num_pages, setup.policy)
     say(report(loaded.geometry, num_pages))
-    built = build_executor(
-        loaded, num_pages=num_pages, on_compiled=_compile_reporter(len(limits.buckets))
-    )
+    model, buckets = _compile(loaded, num_pages, leader.barrier if leader else _alone)
+    if leader is None:
+        executor = Executor(model)
+    else:
+        executor = GuardedExecutor(Executor(SharedModel(model, leader, buckets)), leader)
     # What the start-up made stays: collecting garbage need not look at it again.
     gc.collect()
     gc.freeze()
-    recorder = open_recorder(options.record, table, limits) if options.record else None
-    engine = Engine(built.executor, limits, table, recorder=recorder, on_failure=on_failure)
+    num_replicas = setup.parallel.dp
+    recorder = None
+    if options.record:
+        recorder = open_recorder(options.record, table, limits, num_replicas=num_replicas)
+    tables = (table,) * num_replicas
+    engine = Engine(executor, limits, tables, recorder=recorder, on_failure=on_failure)
     return Served(engine=engine, limits=limits, page_tokens=loaded.geometry.page_tokens)
+
+
+def _load_weights(setup: Setup, barrier: Barrier) -> tuple[LoadedModel, int]:
+    """Load this process's part of the weights, and choose the pages of the pool."""
+    from sharding.devices import prepare_devices
+    from sharding.distributed import ProcessGroup, join
+
+    options, place = setup.options, setup.place
+    joining = None
+    if not place.is_alone:
+        group = ProcessGroup(
+            coordinator=place.coordinator,
+            num_processes=place.num_hosts,
+            process_id=place.host_id,
+            local_devices=place.local_devices(setup.parallel.num_ranks),
+        )
+        joining = functools.partial(join, group, timeout_s=options.start_timeout)
+    notice = prepare_devices(setup.parallel.num_ranks // place.num_hosts, join=joining)
+    if notice:
+        say(notice)
+    from k3jax.weights import progress_bar
+    from serving.build import choose_num_pages, load_model
+
+    with progress_bar("weights") as progress:
+        loaded = load_model(
+            setup.folder,
+            setup.engine,
+            setup.parallel,
+            unit_tokens=options.page_unit,
+            weight_cache=options.weight_cache,
+            progress=progress,
+        )
+    num_pages = options.num_pages or choose_num_pages(loaded, options.pool_bytes)
+    return loaded, barrier("loaded", num_pages)
+
+
+def _compile(
+    loaded: LoadedModel, num_pages: int, barrier: Barrier
+) -> tuple[PagedModel, tuple[Bucket, ...]]:
+    """Compile every step, and try one if its devices belong to several processes."""
+    from serving.build import build_model, num_buckets, rehearse
+
+    reporter = _compile_reporter(num_buckets(loaded))
+    model, buckets = build_model(loaded, num_pages=num_pages, on_compiled=reporter)
+    barrier("compiled", 0)
+    if barrier is not _alone:
+        rehearse(model, buckets[0])
+        barrier(LAST_PHASE, 0)
+    return model, buckets
+
+
+def _load_part(setup: Setup, worker: Worker) -> tuple[PagedModel, tuple[Bucket, ...]]:
+    """Start as a process that repeats what another one leads."""
+    loaded, num_pages = _load_weights(setup, worker.barrier)
+    return _compile(loaded, num_pages, worker.barrier)
+
+
+def _alone(phase: str, value: int) -> int:
+    """A barrier of one process."""
+    return value
+
+
+def _run_in_group(options: Options, place: Place) -> NoReturn:
+    """Be one process of a server of several; see `serving.processes`."""
+    config = GroupConfig(start_s=options.start_timeout, step_s=options.step_timeout)
+    place, exit, key = start_group(place)
+    try:
+        setup = dataclasses.replace(prepare(options), place=place)
+    except _EXPLAINED as error:
+        code, message = _explain(error)
+        if place.host_id:
+            report_failure(place, config, key, (code, message))
+        exit.now(code, f"serve.py: error: {message}")
+    facts = gather_facts(group_options(options), setup.folder)
+
+    def serve(leader: Leader) -> Outcome:
+        try:
+            asyncio.run(_serve(setup, leader))
+        except (StoppedWhileLoadingError, KeyboardInterrupt):
+            return 0, ""
+        except Exception as error:
+            return _explain(error)
+        return 0, ""
+
+    if place.host_id == 0:
+        lead(place, facts, config, exit, key, serve)
+    work(place, facts, config, exit, key, functools.partial(_load_part, setup), _explain)
 
 
 def say(text: str) -> None:
@@ -199,7 +212,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-async def _serve(setup: Setup) -> None:
+async def _serve(setup: Setup, leader: Leader | None = None) -> None:
     """Serve until SIGTERM or SIGINT; the second signal ends what still runs."""
     begin_s = time.monotonic()
     options = setup.options
@@ -207,6 +220,7 @@ async def _serve(setup: Setup) -> None:
     service = EngineService(
         ServiceConfig(
             dtype=setup.engine.dtype,
+            num_replicas=setup.parallel.dp,
             max_rows=setup.engine.max_rows,
             unit_tokens=setup.policy.unit_tokens,
             output_buffer_tokens=options.output_buffer,
@@ -228,26 +242,11 @@ async def _serve(setup: Setup) -> None:
         seconds = time.monotonic() - begin_s
         say(f"ready {address} model={setup.info.name} mesh={options.mesh} startup={seconds:.1f}s")
 
-    await server.run(lambda on_failure: start_model(setup, on_failure), on_ready=on_ready)
-
-
-def _check_record(path: Path) -> None:
-    """Refuse a record that could not be written, before anything is loaded."""
-    if path.exists():
-        raise ConfigError(f"--record exists already: got {path}; expected a new file")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"--record cannot be written: got {path}; expected a folder that exists and is writable"
-        )
-
-
-def _choose_compile_cache(folder: Path | None, cache_dir: Path) -> None:
-    """Tell jax, which is not imported yet, where to keep compiled steps."""
-    if folder is not None:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_dir / "compiled"))
-    # By default only programs that took a second to compile are kept.
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    start = functools.partial(start_model, setup)
+    if leader is not None:
+        leader.attach(on_lost=server.fail, on_drain=server.drain)
+        start = functools.partial(start, leader=leader)
+    await server.run(start, on_ready=on_ready)
 
 
 def _say_configuration(setup: Setup) -> None:
@@ -282,11 +281,23 @@ def _compile_reporter(num_buckets: int) -> Callable[[Bucket, float], None]:
     return on_compiled
 
 
-def _fail(code: int, *problems: str) -> int:
-    """Print one line, whatever there is to say, and return the exit code."""
-    message = problems[0]
-    if len(problems) > 1:
-        numbered = (f"({i}) {problem}" for i, problem in enumerate(problems, start=1))
-        message = f"{len(problems)} problems: {'; '.join(numbered)}"
-    print(f"serve.py: error: {message}", file=sys.stderr, flush=True)
-    return code
+def _explain(error: BaseException) -> Outcome:
+    """The exit code for an error, and one line about it, whatever there is to say."""
+    match error:
+        case ConfigError():
+            return EXIT_REFUSED, _join(error.problems)
+        case HostLostError():
+            return error.code, str(error)
+        case TokenizerError():
+            return EXIT_REFUSED, str(error)
+        case ServerError() | OSError():
+            return EXIT_FAILED, str(error)
+        case _:
+            return EXIT_FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _join(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    numbered = (f"({i}) {problem}" for i, problem in enumerate(problems, start=1))
+    return f"{len(problems)} problems: {'; '.join(numbered)}"

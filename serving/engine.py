@@ -1,9 +1,9 @@
-"""The engine: one thread that owns the scheduler's state and keeps the device one step ahead.
+"""The engine: one thread that owns the schedulers' state and keeps the device one step ahead.
 
 Other threads post events to one inbox; the engine takes them at the top of each turn, plans a
-step, starts it, and only then waits for the step before it. Nothing else touches the scheduler's
-state. The thread sleeps when no request can go on, and never sleeps while a step's result is
-outstanding.
+step, starts it, and only then waits for the step before it. Nothing else touches the schedulers'
+state, of which there is one a replica. The thread sleeps when no request can go on, and never
+sleeps while a step's result is outstanding.
 
 Every accepted request gets exactly one output with a finish reason, whatever happens. An exception
 in the loop ends all open requests with INTERNAL and the engine with health `failed`: the state of
@@ -15,20 +15,22 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
-from serving import page_table, scheduler
+from serving import replicas, scheduler
+from serving.counts import Counts, Totals, count
 from serving.inbox import Abort, Drain, Event, Flush, Inbox, OnOutput, Pause, Resume, Stop, Submit
 from serving.page_table import InUse, PageTable
-from serving.plan import Output, StepPlan, StepResult
+from serving.plan import GroupPlan, GroupResult, Output
 from serving.record import Committed, Ended, Flushed, Planned, Recorder, Submitted
 from serving.request import Request, RequestError
-from serving.scheduler import CacheStats, Limits
+from serving.scheduler import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +40,11 @@ HealthStatus = Literal["starting", "serving", "draining", "stopped", "failed"]
 class Executor[Handle](Protocol):
     """The device side of the engine. Used by the engine's thread only."""
 
-    def dispatch(self, plan: StepPlan) -> Handle:
+    def dispatch(self, plan: GroupPlan) -> Handle:
         """Start a step after all earlier ones, without waiting for any."""
         ...
 
-    def collect(self, handle: Handle) -> StepResult:
+    def collect(self, handle: Handle) -> GroupResult:
         """Wait for a step's result. Steps are collected in the order of their dispatch."""
         ...
 
@@ -55,38 +57,14 @@ class Health:
     message: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """A snapshot of the engine, never older than the outputs that a client has seen.
-
-    Attributes:
-      running, waiting, free_pages, total_pages: now. The null page is not counted.
-      steps, prompt_tokens, generated_tokens, preemptions: since the start; they never fall. A
-        prompt is counted once, when its request is accepted (KF-V06).
-      evictions: reusable entries whose page was handed out, since the start.
-      cache: of the prefix cache, since the start.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    free_pages: int
-    total_pages: int
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    evictions: int = 0
-    cache: CacheStats = dataclasses.field(default_factory=CacheStats)
-
-
 class Engine[Handle]:
     """Serves requests on an executor. All methods but `run` may be called from any thread.
 
     Args:
       executor: runs the steps.
-      limits: of the scheduler.
-      table: page table without owners.
-      recorder: is told what the scheduler is; default is to keep no record.
+      limits: of the schedulers.
+      tables: page tables without owners, one a replica.
+      recorder: is told what the schedulers are; default is to keep no record.
       on_failure: called from the engine's thread after an exception ended it.
       clock: monotonic, in seconds.
 
@@ -98,7 +76,7 @@ class Engine[Handle]:
         self,
         executor: Executor[Handle],
         limits: Limits,
-        table: PageTable,
+        tables: Sequence[PageTable],
         *,
         recorder: Recorder | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
@@ -106,7 +84,7 @@ class Engine[Handle]:
     ):
         self._executor = executor
         self._limits = limits
-        self._chain_of = functools.partial(scheduler.chain_of_prompt, table)
+        self._chain_of = functools.partial(scheduler.chain_of_prompt, tables[0])
         self._recorder = recorder or Recorder()
         self._on_failure = on_failure
         self._clock = clock
@@ -114,15 +92,17 @@ class Engine[Handle]:
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         # Read by any thread, replaced whole by the engine's.
         self._health = Health(status="starting")
-        self._counts = Counts(free_pages=table.num_free, total_pages=table.num_usable)
         self._step_started_s: float | None = None
         # Of the engine's thread alone.
-        self._state = scheduler.initial_state(table, limits)
+        self._replicas = replicas.initial_replicas(tables, limits)
+        self._totals = Totals(generated_tokens=(0,) * len(tables))
         self._on_output: dict[str, OnOutput] = {}
         self._paused: set[str] = set()
         self._in_flight: collections.deque[tuple[Handle, float]] = collections.deque()
         self._drains: list[Future[None]] = []
         self._is_stopping = False
+        # Again read by any thread.
+        self._shown = (self._replicas, self._totals)
 
     def start(self) -> None:
         """Run the engine in its own thread."""
@@ -182,11 +162,15 @@ class Engine[Handle]:
         """End all open requests with UNAVAILABLE, and the engine's thread after them."""
         self._post(Stop())
 
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
+
     def health(self) -> Health:
         return self._health
 
     def counts(self) -> Counts:
-        return self._counts
+        return count(*self._shown)
 
     def step_age_s(self) -> float:
         """Seconds since the oldest step in flight was started; 0 without one (KF-K10)."""
@@ -202,7 +186,7 @@ class Engine[Handle]:
                 for event in self._inbox.take(may_wait=may_sleep):
                     self._apply(event)
                 may_sleep = not self._take_turn()
-                self._publish_counts()
+                self._show()
             self._shut_down()
         except BaseException as error:
             self._fail(error)
@@ -210,14 +194,14 @@ class Engine[Handle]:
     def _take_turn(self) -> bool:
         """Start the next step, then apply the result of the one before; whether there was any."""
         self._recorder.write(Planned(self._paused))
-        self._state, step = scheduler.plan(self._state, self._limits, paused=self._paused)
+        self._replicas, step = replicas.plan(self._replicas, self._limits, paused=self._paused)
         if step is not None:
             self._in_flight.append((self._executor.dispatch(step), self._clock()))
             self._note_oldest_step()
         has_result_due = len(self._in_flight) > (0 if step is None else 1)
         if has_result_due:
             self._collect_oldest()
-        if self._drains and scheduler.is_idle(self._state):
+        if self._drains and replicas.is_idle(self._replicas):
             self._resolve_drains()
         return step is not None or has_result_due
 
@@ -227,11 +211,11 @@ class Engine[Handle]:
         self._in_flight.popleft()
         self._note_oldest_step()
         self._recorder.write(Committed(result))
-        self._state, outputs = scheduler.commit(self._state, result)
-        self._publish_counts(
-            steps=1, generated_tokens=sum(len(output.token_ids) for output in outputs)
-        )
-        for output in outputs:
+        self._replicas, outputs = replicas.commit(self._replicas, result)
+        generated = tuple(sum(len(output.token_ids) for output in part) for part in outputs)
+        self._totals = self._totals.with_step(generated, result.expert_load)
+        self._show()
+        for output in itertools.chain.from_iterable(outputs):
             self._deliver(output)
 
     def _note_oldest_step(self) -> None:
@@ -265,14 +249,16 @@ class Engine[Handle]:
             if self._is_stopping or self._health.status != "serving":
                 raise _unavailable("stopping" if self._is_stopping else self._health.status)
             self._recorder.write(Submitted(event.request))
-            self._state = scheduler.submit(
-                self._state, self._limits, event.request, chain=event.chain
+            self._replicas = replicas.submit(
+                self._replicas, self._limits, event.request, chain=event.chain
             )
         except RequestError as error:
             event.accepted.set_exception(error)
             return
         self._on_output[event.request.request_id] = event.on_output
-        self._publish_counts(prompt_tokens=len(event.request.prompt))
+        prompt_tokens = self._totals.prompt_tokens + len(event.request.prompt)
+        self._totals = self._totals._replace(prompt_tokens=prompt_tokens)
+        self._show()
         event.accepted.set_result(None)
 
     def _flush(self, event: Flush) -> None:
@@ -280,9 +266,7 @@ class Engine[Handle]:
             return
         self._recorder.write(Flushed())
         try:
-            self._state = dataclasses.replace(
-                self._state, table=page_table.reset(self._state.table)
-            )
+            self._replicas = replicas.reset(self._replicas)
         except InUse as error:
             event.flushed.set_exception(error)
         else:
@@ -290,9 +274,9 @@ class Engine[Handle]:
 
     def _end(self, request_id: str, *, error: RequestError | None) -> None:
         self._recorder.write(Ended(request_id, error))
-        self._state, output = scheduler.abort(self._state, request_id, error=error)
+        self._replicas, output = replicas.abort(self._replicas, request_id, error=error)
         if output is not None:
-            self._publish_counts()
+            self._show()
             self._deliver(output)
 
     def _deliver(self, output: Output) -> None:
@@ -309,8 +293,8 @@ class Engine[Handle]:
             logger.exception("output_callback_failed", extra={"request_id": request_id})
             self._forget(request_id)
             self._recorder.write(Ended(request_id))
-            self._state, _ = scheduler.abort(self._state, request_id)
-            self._publish_counts()
+            self._replicas, _ = replicas.abort(self._replicas, request_id)
+            self._show()
 
     def _forget(self, request_id: str) -> None:
         self._on_output.pop(request_id, None)
@@ -321,23 +305,9 @@ class Engine[Handle]:
             _resolve(drained)
         self._drains.clear()
 
-    def _publish_counts(
-        self, *, steps: int = 0, prompt_tokens: int = 0, generated_tokens: int = 0
-    ) -> None:
+    def _show(self) -> None:
         """Show other threads the present state, before they can see what came of it elsewhere."""
-        old = self._counts
-        self._counts = Counts(
-            total_pages=old.total_pages,
-            steps=old.steps + steps,
-            prompt_tokens=old.prompt_tokens + prompt_tokens,
-            generated_tokens=old.generated_tokens + generated_tokens,
-            running=len(self._state.running),
-            waiting=len(self._state.waiting),
-            free_pages=self._state.table.num_free,
-            preemptions=self._state.num_preemptions,
-            evictions=self._state.table.num_evicted,
-            cache=self._state.stats,
-        )
+        self._shown = (self._replicas, self._totals)
 
     def _end_all(self, error: RequestError) -> None:
         for request_id in tuple(self._on_output):

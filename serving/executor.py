@@ -1,4 +1,4 @@
-"""The device side of the engine: step plans in, sampled tokens out.
+"""The device side of the engine: plans of all replicas in, sampled tokens out.
 
 `dispatch` returns at once; the devices run what was dispatched in order. `collect` waits for one
 step's result.
@@ -12,36 +12,56 @@ import jax
 import numpy as np
 
 from k3jax.paged_model import PagedModel
-from serving.packing import pack_plan
-from serving.plan import StepPlan, StepResult
+from k3jax.results import unpack
+from serving.packing import pack_group
+from serving.plan import GroupPlan, GroupResult, StepResult
+from serving.processes.repeat import SharedModel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Handle:
-    """A dispatched step whose result is on its way to the host."""
+    """A dispatched step whose result is on its way to the host.
+
+    Attributes:
+      max_rows: of each replica in the result, padding included.
+      num_rows: of each replica's plan; 0 if it has none.
+    """
 
     step_id: int
-    num_rows: int
+    max_rows: int
+    num_rows: tuple[int, ...]
     result: jax.Array
 
 
 class Executor:
     """Runs step plans on a model that was opened with `serving_step`. Used by one thread."""
 
-    def __init__(self, model: PagedModel):
+    def __init__(self, model: PagedModel | SharedModel):
         self._model = model
 
-    def dispatch(self, plan: StepPlan) -> Handle:
+    def dispatch(self, plan: GroupPlan) -> Handle:
         """Start a step. Before it, the pages it hands out are cleared, then some are copied."""
         program = self._model.program
-        self._model.clear(plan.clear_pages)
-        self._model.copy(plan.copies)
-        packed = pack_plan(plan, program.num_recurrent_groups, program.max_rows)
+        self._model.clear([one.clear_pages if one else () for one in plan.plans])
+        self._model.copy([one.copies if one else () for one in plan.plans])
+        packed = pack_group(plan, program.num_recurrent_groups, program.max_rows)
         result = self._model.run(plan.bucket, packed)
         result.copy_to_host_async()
-        return Handle(plan.step_id, len(plan.rows), result)
+        num_rows = tuple(len(one.rows) if one else 0 for one in plan.plans)
+        return Handle(plan.step_id, plan.bucket.rows, num_rows, result)
 
-    def collect(self, handle: Handle) -> StepResult:
-        """Wait for a step and return its sampled tokens, one a row of its plan."""
-        result = np.asarray(handle.result)[:, : handle.num_rows]
-        return StepResult(step_id=handle.step_id, tokens=result[0], finite=result[1] != 0)
+    def collect(self, handle: Handle) -> GroupResult:
+        """Wait for a step and return its sampled tokens, one a row of each plan."""
+        output = unpack(np.asarray(handle.result), rows=handle.max_rows)
+        return GroupResult(
+            step_id=handle.step_id,
+            results=tuple(
+                StepResult(step_id=handle.step_id, tokens=tokens[:count], finite=finite[:count])
+                if count
+                else None
+                for tokens, finite, count in zip(
+                    output.tokens, output.finite, handle.num_rows, strict=True
+                )
+            ),
+            expert_load=tuple(output.expert_load.tolist()),
+        )

@@ -16,13 +16,16 @@ from serving.option_types import byte_size, number
 
 type Switch = Literal["on", "off"]
 
+# One process drives all devices of its machine.
+DEFAULT_PROCESSES = 1
+
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 _EPILOG = f"""\
 exit codes:
   0  stopped by SIGTERM or SIGINT; a second signal cuts the drain short
-  {EXIT_FAILED}  the port is taken, or the engine failed
+  {EXIT_FAILED}  the port is taken, the engine failed, or a host was lost
   {EXIT_REFUSED}  the options, the model or the mesh were refused
 """
 
@@ -58,6 +61,13 @@ class Options:
     drain_seconds: float
     log_level: str
     record: Path | None
+    coordinator: str | None
+    num_hosts: int | None
+    host_id: int | None
+    control_port: int | None
+    processes: int
+    start_timeout: float
+    step_timeout: float
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -80,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_reuse(parser)
     _add_scheduling(parser)
     _add_network(parser)
+    _add_processes(parser)
     return parser
 
 
@@ -292,6 +303,60 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write what the scheduler is told to FILE, all token ids included, one JSON object a "
         "line; scripts/view_cache.py shows the cache at any step of it (default: no file)",
+    )
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "processes",
+        "One server over several machines: start it on each with the same options. Host 0 has the "
+        "port. Under LeaderWorkerSet and srun the first three options are found by themselves.",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="host 0's address for the others, and a free port there",
+    )
+    group.add_argument(
+        "--num-hosts",
+        type=number(int, at_least=1),
+        metavar="N",
+        help="machines of the server (default: 1)",
+    )
+    group.add_argument(
+        "--host-id",
+        type=number(int, at_least=0),
+        metavar="I",
+        help="which of them this is, from 0 on",
+    )
+    group.add_argument(
+        "--control-port",
+        type=number(int, at_least=1, at_most=65535),
+        metavar="PORT",
+        help="of host 0, for the server's own messages (default: the one after the coordinator's)",
+    )
+    group.add_argument(
+        "--processes",
+        type=number(int, at_least=1),
+        default=DEFAULT_PROCESSES,
+        metavar="N",
+        help="processes on this machine, which share its devices; each counts as a host in what "
+        "the server prints (default: %(default)s)",
+    )
+    group.add_argument(
+        "--start-timeout",
+        type=number(float, at_least=1),
+        default=300.0,
+        metavar="S",
+        help="time for all hosts to come (default: %(default)s)",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=number(float, at_least=1),
+        default=30.0,
+        metavar="S",
+        help="a step that takes longer is taken as a host that hangs, and ends the server; only "
+        "with several processes (default: %(default)s)",
     )
 
 

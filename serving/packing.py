@@ -1,4 +1,4 @@
-"""Turn a `StepPlan` into the one int32 buffer that a step program reads.
+"""Turn plans into the one int32 buffer that a step program reads.
 
 Every call makes fresh arrays: JAX may alias a NumPy buffer until the step has run, so none is used
 twice (KF-C20).
@@ -13,7 +13,16 @@ from jaxtyping import Int32
 
 from k3jax.buckets import Bucket
 from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, StepInputs, empty_inputs, pack
-from serving.plan import RowPlan, StepPlan
+from serving.plan import GroupPlan, RowPlan, StepPlan
+
+
+def pack_group(
+    plan: GroupPlan, num_recurrent_groups: int, scratch_slot: int
+) -> Int32[np.ndarray, "dp n"]:
+    """Pack the plan of each replica; see `pack_plan`. One without a plan has padding only."""
+    idle = StepPlan(step_id=plan.step_id, bucket=plan.bucket, rows=(), clear_pages=())
+    packed = [pack_plan(one or idle, num_recurrent_groups, scratch_slot) for one in plan.plans]
+    return packed[0][None] if len(packed) == 1 else np.stack(packed)
 
 
 def pack_plan(
@@ -33,8 +42,14 @@ def pack_plan(
     Raises:
       ValueError: the plan does not fit its bucket, or no step can export a state there.
     """
-    count = len(plan.rows)
     inputs = empty_inputs(plan.bucket, num_recurrent_groups, scratch_slot=scratch_slot)
+    if plan.rows:
+        _fill_rows(inputs, plan, num_recurrent_groups)
+    return pack(inputs, plan.bucket, num_recurrent_groups)
+
+
+def _fill_rows(inputs: StepInputs, plan: StepPlan, num_recurrent_groups: int) -> None:
+    count = len(plan.rows)
     # A plan has up to hundreds of rows: one turn from rows to columns, then whole columns.
     _, slots, starts, _, tokens, pages, sources, targets, samples, sampling, *_ = zip(
         *plan.rows, strict=True
@@ -51,7 +66,6 @@ def pack_plan(
     inputs.top_k[:count] = [max(0, one.top_k) for one in sampling]
     inputs.top_p[:count] = [one.top_p for one in sampling]
     inputs.seeds[:count] = [one.seed for one in sampling]
-    return pack(inputs, plan.bucket, num_recurrent_groups)
 
 
 def _fill_tokens(inputs: StepInputs, tokens: tuple[tuple[int, ...] | None, ...]) -> None:

@@ -1,8 +1,9 @@
 """What crosses between host and device in one step, and what a step means to a client.
 
-`StepPlan` goes down, `StepResult` comes up; `Output` goes on to the request's stream. The values
-of single rows are named tuples, because every step makes hundreds of them and a frozen dataclass
-takes three times as long to make.
+`StepPlan` goes down, `StepResult` comes up, one for each replica that has rows: together they are a
+`GroupPlan` and a `GroupResult`. `Output` goes on to the request's stream. The values of single rows
+are named tuples, because every step makes hundreds of them and a frozen dataclass takes three times
+as long to make.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class RowPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step of the device.
+    """One step of a replica.
 
     Attributes:
       step_id: counts up by one; results come back in the same order.
@@ -129,6 +130,40 @@ class StepResult:
     tokens: Int32[np.ndarray, " S"]
     finite: Bool[np.ndarray, " S"]
     accepted: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One step of all replicas: they run the same program, since their experts exchange tokens.
+
+    Attributes:
+      step_id: of each replica's plan too.
+      bucket: of each replica's plan too.
+      plans: one entry a replica; None if it has no rows in this step.
+    """
+
+    step_id: int
+    bucket: Bucket
+    plans: tuple[StepPlan | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupResult:
+    """What a step of all replicas sampled.
+
+    Attributes:
+      results: one entry a replica; None if it had no rows.
+      expert_load: (token, expert) pairs that each rank's experts computed; empty if not counted.
+    """
+
+    step_id: int
+    results: tuple[StepResult | None, ...]
+    expert_load: tuple[int, ...] = ()
+
+
+def group_of_one(plan: StepPlan) -> GroupPlan:
+    """A step of a server with a single replica."""
+    return GroupPlan(step_id=plan.step_id, bucket=plan.bucket, plans=(plan,))
 
 
 class Output(NamedTuple):

@@ -1,15 +1,17 @@
-"""A record of all that a scheduler was told, from which its state at any step can be made again.
+"""A record of all that the schedulers were told, from which their state at any step can be made
+again.
 
-The scheduler is pure, so its configuration and the calls made to it are enough. A file has one JSON
-object a line: the configuration, then the events in order. Each is written before the scheduler
-sees it, so the last line is what a scheduler that failed was doing. Files hold prompts and answers
-as token ids.
+Schedulers are pure, and so is the choice between replicas: their configuration and the calls made
+to them all together are enough. A file has one JSON object a line: the configuration, then the
+events in order. Each is written before the schedulers see it, so the last line is what a scheduler
+that failed was doing. Files hold prompts and answers as token ids.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Set
@@ -19,11 +21,12 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from k3jax.buckets import Bucket
-from serving import page_table, scheduler
+from serving import replicas
 from serving.page_table import CachePolicy, InUse, PageGeometry, PageTable, empty_table
-from serving.plan import Output, StepPlan, StepResult
+from serving.plan import GroupPlan, GroupResult, Output, StepResult
+from serving.replicas import Replicas
 from serving.request import Request, RequestError, SamplingParams
-from serving.scheduler import Limits, SchedulerState
+from serving.scheduler import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -35,41 +38,42 @@ class RecordError(Exception):
 
 
 class Setup(NamedTuple):
-    """Of the scheduler. `num_pages` counts the null page."""
+    """Of the schedulers. `num_pages` of each replica counts the null page."""
 
     geometry: PageGeometry
     num_pages: int
     policy: CachePolicy
     limits: Limits
+    num_replicas: int = 1
 
 
 class Submitted(NamedTuple):
-    """`scheduler.submit`, which may refuse."""
+    """`replicas.submit`, which may refuse."""
 
     request: Request
 
 
 class Ended(NamedTuple):
-    """`scheduler.abort`."""
+    """`replicas.abort`."""
 
     request_id: str
     error: RequestError | None = None
 
 
 class Planned(NamedTuple):
-    """`scheduler.plan`, which may find nothing to do."""
+    """`replicas.plan`, which may find nothing to do."""
 
     paused: Set[str]
 
 
 class Committed(NamedTuple):
-    """`scheduler.commit`."""
+    """`replicas.commit`. The load of the experts is not recorded."""
 
-    result: StepResult
+    result: GroupResult
 
 
 class Flushed(NamedTuple):
-    """`page_table.reset`, which may refuse."""
+    """`replicas.reset`, which may refuse."""
 
 
 type Event = Submitted | Ended | Planned | Committed | Flushed
@@ -103,15 +107,20 @@ class Recorder:
             self._file = None
 
 
-def open_recorder(path: Path, table: PageTable, limits: Limits) -> Recorder:
-    """Begin a record of a scheduler in a new file.
+def open_recorder(
+    path: Path, table: PageTable, limits: Limits, *, num_replicas: int = 1
+) -> Recorder:
+    """Begin a record of the schedulers in a new file.
+
+    Args:
+      table: of each replica at the beginning.
 
     Raises:
       OSError: the file exists, or cannot be made.
     """
     file = path.open("x", encoding="utf-8", buffering=1)  # a killed process has written its lines
     recorder = Recorder(file)
-    recorder.write(Setup(table.geometry, table.num_pages, table.policy, limits))
+    recorder.write(Setup(table.geometry, table.num_pages, table.policy, limits, num_replicas))
     return recorder
 
 
@@ -130,7 +139,7 @@ def read_record(path: Path) -> tuple[Setup, Iterator[Event]]:
 
 
 class Moment(NamedTuple):
-    """The scheduler after an event.
+    """The schedulers after an event.
 
     Attributes:
       plan: the step that the event planned.
@@ -139,53 +148,51 @@ class Moment(NamedTuple):
     """
 
     event: Event
-    state: SchedulerState
-    plan: StepPlan | None = None
+    replicas: Replicas
+    plan: GroupPlan | None = None
     outputs: tuple[Output, ...] = ()
     refusal: RequestError | InUse | None = None
 
 
 def replay(setup: Setup, events: Iterator[Event]) -> Iterator[Moment]:
-    """Do again what a record says. Raises what the scheduler raised, if it failed."""
+    """Do again what a record says. Raises what a scheduler raised, if it failed."""
     limits = setup.limits
     table = empty_table(setup.geometry, setup.num_pages, setup.policy)
-    state = scheduler.initial_state(table, limits)
+    now = replicas.initial_replicas([table] * setup.num_replicas, limits)
     for event in events:
         match event:
             case Submitted(request):
                 try:
-                    state = scheduler.submit(state, limits, request)
-                    yield Moment(event, state)
+                    now = replicas.submit(now, limits, request)
+                    yield Moment(event, now)
                 except RequestError as error:
-                    yield Moment(event, state, refusal=error)
+                    yield Moment(event, now, refusal=error)
             case Ended(request_id, error):
-                state, output = scheduler.abort(state, request_id, error=error)
-                yield Moment(event, state, outputs=() if output is None else (output,))
+                now, output = replicas.abort(now, request_id, error=error)
+                yield Moment(event, now, outputs=() if output is None else (output,))
             case Planned(paused):
-                state, plan = scheduler.plan(state, limits, paused=paused)
-                yield Moment(event, state, plan=plan)
+                now, plan = replicas.plan(now, limits, paused=paused)
+                yield Moment(event, now, plan=plan)
             case Committed(result):
-                state, outputs = scheduler.commit(state, result)
-                yield Moment(event, state, outputs=outputs)
+                now, outputs = replicas.commit(now, result)
+                yield Moment(event, now, outputs=tuple(itertools.chain.from_iterable(outputs)))
             case Flushed():
                 try:
-                    state = dataclasses.replace(state, table=page_table.reset(state.table))
-                    yield Moment(event, state)
+                    now = replicas.reset(now)
+                    yield Moment(event, now)
                 except InUse as error:
-                    yield Moment(event, state, refusal=error)
+                    yield Moment(event, now, refusal=error)
 
 
 def _encode(event: Event | Setup) -> dict[str, Any]:
     match event:
         case Planned(paused):
             return {"op": "plan", "paused": sorted(paused)} if paused else {"op": "plan"}
+        case Committed(GroupResult(step_id=step_id, results=(StepResult() as only,))):
+            return {"op": "commit", "step": step_id, **_encode_result(only)}
         case Committed(result):
-            line = {"op": "commit", "step": result.step_id, "tokens": result.tokens.tolist()}
-            if not result.finite.all():
-                line["not_finite"] = np.flatnonzero(~result.finite).tolist()
-            if result.accepted:
-                line["accepted"] = result.accepted
-            return line
+            parts = [one and _encode_result(one) for one in result.results]
+            return {"op": "commit", "step": result.step_id, "replicas": parts}
         case Submitted(request):
             return {"op": "submit", "request": dataclasses.asdict(request)}
         case Ended(request_id, error):
@@ -193,8 +200,8 @@ def _encode(event: Event | Setup) -> dict[str, Any]:
             return {"op": "abort", "id": request_id, "error": why}
         case Flushed():
             return {"op": "flush"}
-        case Setup(geometry, num_pages, policy, limits):
-            return {
+        case Setup(geometry, num_pages, policy, limits, num_replicas):
+            line: dict[str, Any] = {
                 "op": "setup",
                 "format": FORMAT,
                 "geometry": dataclasses.asdict(geometry),
@@ -202,6 +209,16 @@ def _encode(event: Event | Setup) -> dict[str, Any]:
                 "policy": dataclasses.asdict(policy),
                 "limits": dataclasses.asdict(limits),
             }
+            return line if num_replicas == 1 else line | {"num_replicas": num_replicas}
+
+
+def _encode_result(result: StepResult) -> dict[str, Any]:
+    line: dict[str, Any] = {"tokens": result.tokens.tolist()}
+    if not result.finite.all():
+        line["not_finite"] = np.flatnonzero(~result.finite).tolist()
+    if result.accepted:
+        line["accepted"] = result.accepted
+    return line
 
 
 def _decode(line: dict[str, Any]) -> Event | Setup:
@@ -210,15 +227,10 @@ def _decode(line: dict[str, Any]) -> Event | Setup:
         case "plan":
             return Planned(frozenset(line.get("paused", ())))
         case "commit":
-            finite = np.ones(len(line["tokens"]), np.bool_)
-            finite[line.get("not_finite", [])] = False
-            result = StepResult(
-                step_id=line["step"],
-                tokens=np.array(line["tokens"], np.int32),
-                finite=finite,
-                accepted=tuple(tuple(drafts) for drafts in line.get("accepted", ())),
-            )
-            return Committed(result)
+            step_id = line["step"]
+            parts = line.get("replicas", [line])
+            results = tuple(one and _decode_result(step_id, one) for one in parts)
+            return Committed(GroupResult(step_id=step_id, results=results))
         case "submit":
             values = line["request"]
             sampling = _make(SamplingParams, values["sampling"], "stop_token_ids")
@@ -236,9 +248,21 @@ def _decode(line: dict[str, Any]) -> Event | Setup:
                 num_pages=line["num_pages"],
                 policy=CachePolicy(**line["policy"]),
                 limits=_make(Limits, limits | {"buckets": buckets}, "buckets"),
+                num_replicas=line.get("num_replicas", 1),
             )
         case _:
             raise ValueError(f"unknown op or format: {line['op']!r}")
+
+
+def _decode_result(step_id: int, line: dict[str, Any]) -> StepResult:
+    finite = np.ones(len(line["tokens"]), np.bool_)
+    finite[line.get("not_finite", [])] = False
+    return StepResult(
+        step_id=step_id,
+        tokens=np.array(line["tokens"], np.int32),
+        finite=finite,
+        accepted=tuple(tuple(drafts) for drafts in line.get("accepted", ())),
+    )
 
 
 def _make[T](kind: Callable[..., T], values: dict[str, Any], *tuples: str) -> T:

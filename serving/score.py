@@ -36,7 +36,7 @@ def score(
 
 
 class Scorer:
-    """Scores sequences one after another; compiled once.
+    """Scores sequences one after another; compiled once. All replicas of the mesh do the same.
 
     Args:
       max_tokens: length of the longest sequence.
@@ -49,6 +49,7 @@ class Scorer:
     ):
         columns = -(-max_tokens // loaded.geometry.page_tokens)
         self._vocab_size = loaded.cfg.vocab_size
+        self._replicas = loaded.parallel.dp
         self._groups = len(loaded.spec.recurrent_groups)
         self._pages = np.arange(1, 1 + columns, dtype=np.int32)
         self._states = np.arange(1 + columns, 1 + columns + self._groups, dtype=np.int32)
@@ -77,7 +78,8 @@ class Scorer:
           way.
         """
         _check_tokens(tokens, self._vocab_size)
-        self._model.clear([*self._pages.tolist(), *self._states.tolist()])
+        pages = [*self._pages.tolist(), *self._states.tolist()]
+        self._model.clear([pages] * self._replicas)
         logits = [
             self._step(kind, tokens[start:end], start)
             for kind, start, end in _cut(len(tokens), chunk, num_decode)
@@ -92,8 +94,9 @@ class Scorer:
         step.computed[0] = start
         step.attention_pages[0] = self._pages
         step.state_source[0] = step.state_target[0] = self._states
-        result = self._model.run(bucket, inputs.pack(step, bucket, self._groups))
-        return np.asarray(result)[: len(tokens)]
+        packed = inputs.pack(step, bucket, self._groups)
+        result = self._model.run(bucket, np.stack([packed] * self._replicas))
+        return np.asarray(result)[0, : len(tokens)]
 
 
 def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:

@@ -20,6 +20,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from serving.processes.leader import HostLostError
+from serving.request import RequestError
 from serving.rpc import protocol
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.loads import totals
@@ -81,7 +83,7 @@ class Server:
         self._server = grpc.aio.server(options=_OPTIONS)
         self._stop_asked = asyncio.Event()
         self._stop_hurried = asyncio.Event()
-        self._engine_error: asyncio.Future[BaseException] = self._loop.create_future()
+        self._failure: asyncio.Future[BaseException] = self._loop.create_future()
 
     async def open(self) -> str:
         """Open the port, in phase `starting`, and return its address.
@@ -110,6 +112,11 @@ class Server:
             self._stop_hurried.set()
         self._stop_asked.set()
 
+    def drain(self) -> None:
+        """Begin to drain, unless that has begun. Called in any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop_asked.set)
+
     async def run(self, load: Load, *, on_ready: Callable[[], None] = lambda: None) -> None:
         """Load the model, serve until `stop`, drain, close.
 
@@ -117,7 +124,7 @@ class Server:
           on_ready: called when requests are taken.
 
         Raises:
-          ServerError: the engine failed, or does not stop.
+          ServerError: the engine failed or does not stop, or a host was lost.
           StoppedWhileLoadingError: see there.
           Exception: whatever `load` raised.
         """
@@ -127,11 +134,9 @@ class Server:
             await self._lifecycle.move("serving", "ready")
             on_ready()
             await self._first_of(self._stop_asked.wait())
-            if not self._engine_error.done():
+            if not self._failure.done():
                 await self._drain(served)
-            if self._engine_error.done():
-                error = self._engine_error.result()
-                raise ServerError(f"the engine failed: {type(error).__name__}: {error}")
+            self._raise_failure()
         except StoppedWhileLoadingError:
             await self._lifecycle.move("draining", "stopped before the model was loaded")
             raise
@@ -144,18 +149,33 @@ class Server:
             log_event("closed", **totals(served.engine.counts()) if served is not None else {})
 
     async def _load(self, load: Load) -> Served:
-        loading = in_daemon_thread(lambda: load(self._on_engine_failure))
+        loading = in_daemon_thread(lambda: load(self.fail))
         await self._first_of(self._stop_asked.wait(), loading)
+        self._raise_failure()
         if not loading.done():
             raise StoppedWhileLoadingError("the server was stopped while the model was loaded")
         served = loading.result()
         served.engine.start()
         return served
 
-    def _on_engine_failure(self, error: BaseException) -> None:
-        """Called in the engine's thread."""
+    def fail(self, error: BaseException) -> None:
+        """End the server: its engine failed, or a host was lost. Called in any thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._engine_error.set_result, error)
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure.done():
+            return
+        self._failure.set_result(error)
+        if isinstance(error, HostLostError):  # the engine may hang: it ends no stream
+            self._service.end_all(RequestError("UNAVAILABLE", str(error)))
+
+    def _raise_failure(self) -> None:
+        if self._failure.done():
+            error = self._failure.result()
+            if isinstance(error, HostLostError):
+                raise ServerError(str(error))
+            raise ServerError(f"the engine failed: {type(error).__name__}: {error}")
 
     async def _drain(self, served: Served) -> None:
         """Let open calls end, but not for longer than the limit; end the rest with UNAVAILABLE."""
@@ -181,7 +201,7 @@ class Server:
         """
         waits = [asyncio.ensure_future(event) for event in events]
         await asyncio.wait(
-            [*waits, self._engine_error], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            [*waits, self._failure], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         for wait, event in zip(waits, events, strict=True):
             if wait is not event:

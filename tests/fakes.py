@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from k3jax.config import EngineConfig
-from serving import scheduler
-from serving.page_table import CachePolicy, PageGeometry, empty_table
-from serving.plan import Output, RowPlan, StepPlan, StepResult
+from serving import replicas, scheduler
+from serving.engine import Executor
+from serving.page_table import CachePolicy, PageGeometry, PageTable, empty_table
+from serving.plan import GroupPlan, GroupResult, Output, RowPlan, StepPlan, StepResult
 from serving.request import Request, RequestError, SamplingParams
 from serving.scheduler import Limits
 
@@ -230,6 +232,46 @@ class FakeExecutor:
         return token, (row.request_id, end) not in self._not_finite
 
 
+class FakeDevices:
+    """The executor of an engine: one fake device a replica. The load of a rank is what its replica
+    computes: a pair for each token.
+
+    Attributes:
+      steps: every step, as dispatched.
+    """
+
+    def __init__(self, *replicas: FakeExecutor):
+        self.replicas = replicas
+        self.steps: list[GroupPlan] = []
+
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        check_group(plan)
+        self.steps.append(plan)
+        for replica, step in zip(self.replicas, plan.plans, strict=True):
+            if step is not None:
+                replica.dispatch(step)
+        return plan
+
+    def collect(self, handle: GroupPlan) -> GroupResult:
+        return GroupResult(
+            step_id=handle.step_id,
+            results=tuple(
+                step and replica.collect(step.step_id)
+                for replica, step in zip(self.replicas, handle.plans, strict=True)
+            ),
+            expert_load=tuple(
+                sum(row.length for row in step.rows) if step else 0 for step in handle.plans
+            ),
+        )
+
+
+def check_group(plan: GroupPlan) -> None:
+    """All replicas run the same program, and some replica has rows."""
+    steps = [step for step in plan.plans if step is not None]
+    assert steps
+    assert {(step.step_id, step.bucket) for step in steps} == {(plan.step_id, plan.bucket)}
+
+
 class SchedulerDriver:
     """Runs scheduler operations on a fake device, checking the invariants after each.
 
@@ -315,6 +357,89 @@ class SchedulerDriver:
         scheduler.check_state(self.state, self.limits)
 
 
+class ReplicasDriver:
+    """Runs operations of all replicas on devices, checking the invariants after each.
+
+    Args:
+      devices: executor of an engine.
+      tables: one a replica.
+
+    Attributes:
+      replicas: the schedulers' states.
+      outputs: of each request since its last submission, in order.
+      steps: handles of the uncommitted ones, oldest first.
+    """
+
+    def __init__(self, limits: Limits, devices: Executor[Any], tables: Sequence[PageTable]):
+        self.limits, self.devices = limits, devices
+        self.replicas = replicas.initial_replicas(tables, limits)
+        self.outputs: dict[str, list[Output]] = {}
+        self.paused: set[str] = set()
+        self.steps: list[Any] = []
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; returns its replica."""
+        scheduler.check_request(request, self.limits)
+        self.replicas = replicas.submit(self.replicas, self.limits, request)
+        self.outputs[request.request_id] = []
+        self._check()
+        return self.place_of(request.request_id)
+
+    def abort(self, request_id: str) -> Output | None:
+        self.replicas, output = replicas.abort(self.replicas, request_id)
+        if output is not None:
+            self.outputs[request_id].append(output)
+        self._check()
+        return output
+
+    def plan(self) -> GroupPlan | None:
+        self.replicas, step = replicas.plan(self.replicas, self.limits, paused=self.paused)
+        self._check()
+        if step is not None:
+            self.steps.append(self.devices.dispatch(step))
+        return step
+
+    def commit(self) -> None:
+        result = self.devices.collect(self.steps.pop(0))
+        self.replicas, outputs = replicas.commit(self.replicas, result)
+        for output in itertools.chain.from_iterable(outputs):
+            self.outputs[output.request_id].append(output)
+        self._check()
+
+    def step(self) -> GroupPlan:
+        """One step, without looking ahead."""
+        step = self.plan()
+        assert step is not None, "no request can go on"
+        self.commit()
+        return step
+
+    def finish(self, *, max_steps: int = 2000) -> None:
+        """Run until every request has ended, one step ahead."""
+        for _ in range(max_steps):
+            step = self.plan()
+            if self.steps and (step is None or len(self.steps) > 1):
+                self.commit()
+            elif step is None:
+                assert replicas.is_idle(self.replicas), "requests are stuck"
+                return
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def place_of(self, request_id: str) -> int:
+        """The replica that has a live request."""
+        for number, state in enumerate(self.replicas):
+            waiting = {entry.request.request_id for entry in state.waiting}
+            if request_id in waiting | state.running.keys():
+                return number
+        raise AssertionError(f"{request_id} is not live")
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        """All that was emitted."""
+        return tuple(token for output in self.outputs[request_id] for token in output.token_ids)
+
+    def _check(self) -> None:
+        replicas.check_replicas(self.replicas, self.limits)
+
+
 def make_driver(
     *,
     page_tokens: int = 4,
@@ -337,6 +462,30 @@ def make_driver(
     )
     bounds = fake_limits(geometry, num_pages=num_pages, max_rows=max_rows, **limits)
     return SchedulerDriver(bounds, executor, geometry, num_pages, policy)
+
+
+def make_replicas(
+    num_replicas: int,
+    *,
+    geometry: PageGeometry | None = None,
+    policy: CachePolicy | None = None,
+    scripted: Mapping[tuple[str, int], int] | None = None,
+    num_pages: int = 100,
+    max_rows: int = 4,
+    **limits: Any,
+) -> ReplicasDriver:
+    """A driver of small replicas on fake devices, with a pool of `num_pages` each; `limits` are
+    those of `fake_limits`."""
+    geometry = geometry or fake_geometry()
+    fakes = [
+        FakeExecutor(geometry, num_pages=num_pages, max_rows=max_rows, scripted=scripted)
+        for _ in range(num_replicas)
+    ]
+    return ReplicasDriver(
+        fake_limits(geometry, num_pages=num_pages, max_rows=max_rows, **limits),
+        FakeDevices(*fakes),
+        [empty_table(geometry, num_pages, policy)] * num_replicas,
+    )
 
 
 def _check_plan(plan: StepPlan) -> None:

@@ -1,11 +1,12 @@
-"""The load of the server as a gateway reads it."""
+"""The load of the server as a gateway reads it: of each replica, which is a `dp` rank."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+from typing import Any
 
-from serving.engine import Counts
+from serving.counts import Counts, ReplicaCounts
 from serving.rpc.lifecycle import Served
 from serving.rpc.protocol import messages
 
@@ -31,17 +32,13 @@ class RateMeter:
 
 
 def load_message(
-    served: Served, counts: Counts, *, tokens_per_s: float, pending_prompt_tokens: int
+    served: Served, counts: ReplicaCounts, *, dp_rank: int, tokens_per_s: float
 ) -> messages.SchedulerLoad:
-    """The load of one rank. A page counts as used while a request holds it; what is only kept for
-    reuse counts as free.
-
-    Args:
-      pending_prompt_tokens: of the requests that have no token yet.
-    """
+    """The load of one replica. A page counts as used while a request holds it; what is only kept
+    for reuse counts as free."""
     used_pages = counts.total_pages - counts.free_pages
     return messages.SchedulerLoad(
-        dp_rank=0,
+        dp_rank=dp_rank,
         num_running_reqs=counts.running,
         num_waiting_reqs=counts.waiting,
         num_total_reqs=counts.running + counts.waiting,
@@ -49,19 +46,15 @@ def load_message(
         max_total_num_tokens=counts.total_pages * served.page_tokens,
         token_usage=used_pages / counts.total_pages,
         gen_throughput=tokens_per_s,
-        cache_hit_rate=hit_rate(counts),
+        # Share of the prompts' tokens that was reused, since the start.
+        cache_hit_rate=counts.cache.hit_tokens / max(1, counts.cache.looked_up_tokens),
         utilization=counts.running / served.limits.max_rows,
         max_running_requests=served.limits.max_rows,
-        num_waiting_uncached_tokens=pending_prompt_tokens,
+        num_waiting_uncached_tokens=counts.pending_prompt_tokens,
     )
 
 
-def hit_rate(counts: Counts) -> float:
-    """Share of the prompts' tokens that was reused, since the start."""
-    return counts.cache.hit_tokens / max(1, counts.cache.looked_up_tokens)
-
-
-def totals(counts: Counts) -> dict[str, int]:
+def totals(counts: Counts) -> dict[str, Any]:
     """All that was counted since the start, by name."""
     return {
         "steps": counts.steps,
@@ -70,14 +63,17 @@ def totals(counts: Counts) -> dict[str, int]:
         "preemptions": counts.preemptions,
         "evictions": counts.evictions,
         **counts.cache._asdict(),
+        "expert_load": ",".join(map(str, counts.expert_load)),
     }
 
 
-def loads_message(loads: list[messages.SchedulerLoad]) -> messages.GetLoadsResponse:
+def loads_message(
+    loads: list[messages.SchedulerLoad], *, num_replicas: int
+) -> messages.GetLoadsResponse:
     """The reply of `GetLoads`."""
     return messages.GetLoadsResponse(
         timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
         version=importlib.metadata.version("k3jax"),
-        dp_rank_count=1,
+        dp_rank_count=num_replicas,
         loads=loads,
     )

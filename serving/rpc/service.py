@@ -42,22 +42,24 @@ class ServiceConfig:
     Attributes:
       dtype: of activations and of the MLA cache, as it is reported.
       output_buffer_tokens: tokens that wait for a slow client before its request is paused.
-      max_rows: requests that the engine runs at once.
+      num_replicas: attention replicas, one a `dp` rank.
+      max_rows: requests that each of them runs at once.
       unit_tokens: prefixes are shared in multiples of it.
     """
 
     dtype: str
     max_rows: int
     unit_tokens: int
+    num_replicas: int = 1
     output_buffer_tokens: int = 256
 
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """An open call of `Generate`. `prompt_tokens` is 0 until its request is submitted."""
+    """An open call of `Generate`."""
 
     stream: OutputStream
-    prompt_tokens: int = 0
+    is_submitted: bool = False
 
 
 class EngineService(protocol.Servicer):
@@ -83,7 +85,7 @@ class EngineService(protocol.Servicer):
         self._bridge = OutputBridge(asyncio.get_running_loop())
         self._calls: dict[str, _Call] = {}
         self._start_s = time.monotonic()
-        self._rate = loads.RateMeter(self._start_s)
+        self._rates = [loads.RateMeter(self._start_s) for _ in range(config.num_replicas)]
         self._last_request_time = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -96,6 +98,11 @@ class EngineService(protocol.Servicer):
     async def wait_idle(self) -> None:
         """Wait until no call of `Generate` is open."""
         await self._idle.wait()
+
+    def end_all(self, error: RequestError) -> None:
+        """End all open streams with an error, without the engine."""
+        for request_id, call in self._calls.items():
+            call.stream.deliver(_aborted(request_id)._replace(finish_reason="error", error=error))
 
     @at_edge
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
@@ -134,7 +141,7 @@ class EngineService(protocol.Servicer):
         if self._lifecycle.served is not None:
             self._lifecycle.served.engine.abort(calls)
         for request_id, call in calls.items():
-            if not call.prompt_tokens:  # the engine does not know it yet
+            if not call.is_submitted:  # the engine does not know it yet
                 call.stream.deliver(_aborted(request_id))
         return messages.AbortResponse()
 
@@ -165,7 +172,7 @@ class EngineService(protocol.Servicer):
             last_receive_timestamp=self._last_request_time,
             uptime_seconds=time.monotonic() - self._start_s,
             server_type="k3jax",
-            data_parallel_size=1,
+            data_parallel_size=self._config.num_replicas,
             kv_cache_dtype=self._config.dtype,
             block_size=self._config.unit_tokens,
             model_dtype=self._config.dtype,
@@ -176,16 +183,17 @@ class EngineService(protocol.Servicer):
     async def GetLoads(
         self, request: messages.GetLoadsRequest, context: Context
     ) -> messages.GetLoadsResponse:
-        """Report the load of the one rank that there is."""
-        served = self._lifecycle.served
-        if served is None or request.dp_rank != 0:
-            return loads.loads_message([])
-        counts = served.engine.counts()
-        calls = self._calls.values()
-        pending = sum(call.prompt_tokens for call in calls if not call.stream.has_started)
-        rate = self._rate.read(counts.generated_tokens, time.monotonic())
-        load = loads.load_message(served, counts, tokens_per_s=rate, pending_prompt_tokens=pending)
-        return loads.loads_message([load])
+        """Report the load of every `dp` rank, or of the one that is asked for."""
+        served, reports = self._lifecycle.served, list[messages.SchedulerLoad]()
+        if served is not None:
+            now_s = time.monotonic()
+            for rank, counts in enumerate(served.engine.counts().replicas):
+                rate = self._rates[rank].read(counts.generated_tokens, now_s)
+                if not request.HasField("dp_rank") or request.dp_rank == rank:
+                    reports.append(
+                        loads.load_message(served, counts, dp_rank=rank, tokens_per_s=rate)
+                    )
+        return loads.loads_message(reports, num_replicas=self._config.num_replicas)
 
     @at_edge
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
@@ -248,7 +256,8 @@ class EngineService(protocol.Servicer):
                 "ALREADY_EXISTS",
                 f"request_id is in use: got {request_id!r}; expected one that no live request has",
             )
-        limit = served.limits.max_rows + served.limits.max_waiting
+        limits = served.limits
+        limit = self._config.num_replicas * limits.max_rows + limits.max_waiting
         if self.num_open >= limit:
             raise RequestError(
                 "RESOURCE_EXHAUSTED",
@@ -303,7 +312,7 @@ class EngineService(protocol.Servicer):
           RequestError: the engine refused it.
         """
         if not call.stream.has_ended:
-            call.prompt_tokens = len(request.prompt)
+            call.is_submitted = True
             on_output = functools.partial(self._bridge.post, call.stream)
             await asyncio.wrap_future(served.engine.submit(request, on_output))
 

@@ -30,11 +30,6 @@ class OutputStream:
         self._arrived = asyncio.Event()
 
     @property
-    def has_started(self) -> bool:
-        """Whether any output has arrived."""
-        return self._latest is not None
-
-    @property
     def has_ended(self) -> bool:
         """Whether the last output has arrived."""
         return self._latest is not None and self._latest.finish_reason is not None

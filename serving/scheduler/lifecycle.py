@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 from serving import page_table
 from serving.page_table import KeyChain, PageTable, chain_of, extend_chain
 from serving.plan import FinishReason, Output, StepResult
 from serving.request import InvariantError, Request, RequestError
 from serving.scheduler.limits import Limits
-from serving.scheduler.state import Running, SchedulerState, Waiting, stop_running
+from serving.scheduler.state import (
+    Running,
+    SchedulerState,
+    Waiting,
+    has_free_row,
+    stop_running,
+)
 from serving.scheduler.token_log import TokenLog
 
 
@@ -34,38 +41,68 @@ def submit(
       RequestError: ALREADY_EXISTS, the id is live (KF-V01); RESOURCE_EXHAUSTED, the queue is full,
         by requests or by tokens (KF-V07). The state is unchanged.
     """
+    check_queue((state,), limits, request)
+    return enqueue(state, request, chain or chain_of_prompt(state.table, request))
+
+
+def check_queue(states: Sequence[SchedulerState], limits: Limits, request: Request) -> None:
+    """Refuse a request that cannot be queued now.
+
+    Args:
+      states: of all replicas. They share `max_waiting` and `max_waiting_tokens`; no request is
+        refused while one of them has a free row.
+
+    Raises:
+      RequestError: see `submit`.
+    """
     request_id = request.request_id
-    if request_id in state.running or _find_waiting(state, request_id) is not None:
-        raise RequestError(
-            "ALREADY_EXISTS",
-            f"request_id is in use: got {request_id!r}; expected an id that no live request has",
-        )
+    for state in states:
+        if request_id in state.running or _find_waiting(state, request_id) is not None:
+            raise RequestError(
+                "ALREADY_EXISTS",
+                f"request_id is in use: got {request_id!r}; expected an id that no live request "
+                "has",
+            )
+    if any(has_free_row(state, limits) for state in states):
+        return
     # A request that finds a free row is not queued: it waits for the next turn only.
-    free_rows = limits.max_rows - len(state.running)
-    is_queued = len(state.waiting) >= free_rows
-    queued = state.waiting[free_rows:]
-    if is_queued and len(queued) >= limits.max_waiting:
+    queued = [
+        entry for state in states for entry in state.waiting[limits.max_rows - len(state.running) :]
+    ]
+    if len(queued) >= limits.max_waiting:
         raise RequestError(
             "RESOURCE_EXHAUSTED",
             f"the queue is full: got {len(queued)} waiting requests; expected fewer than "
             f"{limits.max_waiting}; retry later",
         )
     queued_tokens = sum(entry.num_tokens for entry in queued)
-    if is_queued and queued_tokens + len(request.prompt) > limits.max_waiting_tokens:
+    if queued_tokens + len(request.prompt) > limits.max_waiting_tokens:
         raise RequestError(
             "RESOURCE_EXHAUSTED",
             f"the queue is full: got {queued_tokens} waiting tokens and a prompt of "
             f"{len(request.prompt)}; expected at most {limits.max_waiting_tokens} together; retry "
             "later",
         )
-    entry = Waiting(
-        request=request,
-        chain=chain or chain_of_prompt(state.table, request),
-        arrival=state.num_arrivals,
-    )
+
+
+def enqueue(
+    state: SchedulerState, request: Request, chain: KeyChain, *, hit_tokens: int = 0
+) -> SchedulerState:
+    """Put a request that passed `check_queue` at the end of a queue.
+
+    Args:
+      hit_tokens: see `Waiting`.
+    """
+    entry = Waiting(request=request, chain=chain, arrival=state.num_arrivals, hit_tokens=hit_tokens)
     return dataclasses.replace(
         state, waiting=(*state.waiting, entry), num_arrivals=state.num_arrivals + 1
     )
+
+
+def withdraw(state: SchedulerState, entry: Waiting) -> SchedulerState:
+    """Take an entry out of the queue."""
+    others = tuple(other for other in state.waiting if other is not entry)
+    return dataclasses.replace(state, waiting=others)
 
 
 def abort(
@@ -82,11 +119,7 @@ def abort(
     live = state.running.get(request_id) or _find_waiting(state, request_id)
     if live is None:
         return state, None
-    if isinstance(live, Running):
-        state = stop_running(state, request_id)
-    else:
-        others = tuple(entry for entry in state.waiting if entry is not live)
-        state = dataclasses.replace(state, waiting=others)
+    state = stop_running(state, request_id) if isinstance(live, Running) else withdraw(state, live)
     return state, Output(
         request_id=request_id,
         token_ids=(),

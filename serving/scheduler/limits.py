@@ -16,6 +16,9 @@ from serving.request import Request, RequestError
 class Limits:
     """Bounds of the scheduler. `make_limits` derives them from the configuration.
 
+    With several replicas they are those of each, but `max_waiting` and `max_waiting_tokens` are
+    those of the whole server.
+
     Attributes:
       max_rows: requests that run at once; also the entries of the device's token buffer in use.
       max_prefill_tokens, max_prefill_rows: of one prefill step.

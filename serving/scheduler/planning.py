@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 from k3jax import buckets
 from k3jax.buckets import Kind
@@ -20,7 +20,7 @@ from serving.page_table import MISS, Allocation, Chunk, Effect, Hit, Move, OutOf
 from serving.plan import Admission, PageCopy, RowPlan, StateExport, StepPlan
 from serving.scheduler.chunking import chunk_end
 from serving.scheduler.limits import Limits
-from serving.scheduler.room import extend_running, num_promised, reclaim_paused
+from serving.scheduler.room import extend_running, num_spare, reclaim_paused
 from serving.scheduler.state import (
     InFlight,
     Running,
@@ -28,6 +28,7 @@ from serving.scheduler.state import (
     Waiting,
     in_order,
     planned_ends,
+    waiting_in_order,
 )
 
 NO_REQUESTS: frozenset[str] = frozenset()
@@ -58,24 +59,37 @@ class _Draft:
         self.max_rows -= 1
 
 
+def turns(state: SchedulerState, limits: Limits) -> tuple[Kind | None, ...]:
+    """Kinds of step to try, in order; None is both at once."""
+    if limits.batching == "mixed":
+        return (None,)
+    return ("prefill", "decode") if state.last_kind == "decode" else ("decode", "prefill")
+
+
 def plan(
-    state: SchedulerState, limits: Limits, *, paused: Set[str] = NO_REQUESTS
+    state: SchedulerState,
+    limits: Limits,
+    *,
+    paused: Set[str] = NO_REQUESTS,
+    kinds: Sequence[Kind | None] | None = None,
 ) -> tuple[SchedulerState, StepPlan | None]:
     """Choose the next step; it may be called again before the result of the last one is committed.
 
     Args:
       paused: requests whose clients do not keep up. They are not scheduled, and keep their pages
         until a request that can use them needs them.
+      kinds: of step to try, in order; default is `turns`.
 
     Returns:
       The state with the step in flight, and the step, or None if no request can go on now.
     """
-    for draft in _drafts(state, limits):
-        if draft.kind == "prefill" and not _has_prefill(state):
+    for kind in turns(state, limits) if kinds is None else kinds:
+        if kind == "prefill" and not _has_prefill(state):
             continue
+        draft = _draft(kind, limits)
         num_preemptions = state.num_preemptions
         state = _plan_running(state, limits, paused, draft)
-        if draft.kind != "decode" and state.num_preemptions == num_preemptions:
+        if kind != "decode" and state.num_preemptions == num_preemptions:
             state = _admit(state, limits, paused, draft)
         if draft.rows:
             return _launch(state, limits, draft)
@@ -87,13 +101,12 @@ def _has_prefill(state: SchedulerState) -> bool:
     return bool(state.waiting) or any(row.computed < row.prefill_end for row in running)
 
 
-def _drafts(state: SchedulerState, limits: Limits) -> tuple[_Draft, ...]:
-    """Steps to try, in order."""
-    if limits.batching == "mixed":
-        return (_Draft(None, limits.max_prefill_tokens, limits.max_rows),)
-    prefill = _Draft("prefill", limits.max_prefill_tokens, limits.max_prefill_rows)
-    decode = _Draft("decode", limits.max_rows * (1 + limits.num_drafts), limits.max_rows)
-    return (prefill, decode) if state.last_kind == "decode" else (decode, prefill)
+def _draft(kind: Kind | None, limits: Limits) -> _Draft:
+    if kind == "prefill":
+        return _Draft(kind, limits.max_prefill_tokens, limits.max_prefill_rows)
+    if kind == "decode":
+        return _Draft(kind, limits.max_rows * (1 + limits.num_drafts), limits.max_rows)
+    return _Draft(kind, limits.max_prefill_tokens, limits.max_rows)
 
 
 def _plan_running(
@@ -144,7 +157,7 @@ def _admit(
     running ones need next: otherwise it would be preempted, or preempt others, before it gives a
     token. One that would reuse what a step in flight computes waits for that step.
     """
-    for entry in _waiting_in_order(state, limits):
+    for entry in waiting_in_order(state, limits):
         if not draft.budget or not draft.max_rows:
             break
         request_id = entry.request.request_id
@@ -197,9 +210,6 @@ def _try_admit(
     if end == hit.tokens:
         return None
     chunk = _chunk(state, row, hit.tokens, end)._replace(may_export=may_export)
-    num_spare = 0 if state.running.keys() <= paused else limits.watermark_pages
-    if limits.reserve_running:
-        num_spare += num_promised(state, paused)
     try:
         table, effects = page_table.admit(
             state.table,
@@ -208,7 +218,7 @@ def _try_admit(
             chunk,
             prompt_tokens=len(request.prompt),
             room_for=known if limits.reserve_full_prompt else 0,
-            num_spare=num_spare,
+            num_spare=num_spare(state, limits, paused),
         )
     except OutOfPages:
         return None
@@ -223,12 +233,6 @@ def _try_admit(
         stats=stats,
     )
     return state, _row_plan(row, table.owners[request.request_id], chunk, effects), effects
-
-
-def _waiting_in_order(state: SchedulerState, limits: Limits) -> tuple[Waiting, ...]:
-    if not limits.by_priority:
-        return state.waiting
-    return tuple(sorted(state.waiting, key=lambda one: (one.request.priority, one.arrival)))
 
 
 def _free_slot(state: SchedulerState, limits: Limits) -> int:

@@ -78,6 +78,12 @@ def num_promised(state: SchedulerState, paused: Set[str]) -> int:
     return promised
 
 
+def num_spare(state: SchedulerState, limits: Limits, paused: Set[str]) -> int:
+    """Pages that must stay free when a request is admitted."""
+    pages = 0 if state.running.keys() <= paused else limits.watermark_pages
+    return pages + num_promised(state, paused) if limits.reserve_running else pages
+
+
 def reclaim_paused(
     state: SchedulerState, limits: Limits, paused: Set[str], entry: Waiting
 ) -> SchedulerState:

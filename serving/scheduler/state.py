@@ -30,6 +30,7 @@ class Waiting:
       arrival: counts up with each request.
       output: what it had generated when it was preempted; empty for a new request.
       cached_tokens: see `Output`; None before the first admission.
+      hit_tokens: what was reusable when it was queued. Only an estimate of the work that it brings.
     """
 
     request: Request
@@ -37,6 +38,7 @@ class Waiting:
     arrival: int
     output: TokenLog = EMPTY_LOG
     cached_tokens: int | None = None
+    hit_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +152,11 @@ def is_idle(state: SchedulerState) -> bool:
     return not (state.waiting or state.running or state.in_flight)
 
 
+def has_free_row(state: SchedulerState, limits: Limits) -> bool:
+    """Whether there is a row that neither a running nor a waiting request takes."""
+    return len(state.running) + len(state.waiting) < limits.max_rows
+
+
 def planned_ends(state: SchedulerState) -> Mapping[str, int]:
     """Tokens in the cache once every step in flight is done, for each request that has one."""
     ends: dict[str, int] = {}
@@ -163,6 +170,13 @@ def in_order(running: Mapping[str, Running], limits: Limits) -> Iterable[tuple[s
     if not limits.by_priority:
         return running.items()
     return sorted(running.items(), key=lambda item: (item[1].request.priority, item[1].arrival))
+
+
+def waiting_in_order(state: SchedulerState, limits: Limits) -> tuple[Waiting, ...]:
+    """The queue, the entry to be admitted first in front."""
+    if not limits.by_priority:
+        return state.waiting
+    return tuple(sorted(state.waiting, key=lambda one: (one.request.priority, one.arrival)))
 
 
 def stop_running(

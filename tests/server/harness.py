@@ -16,7 +16,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from serving.engine import Counts, Engine
+from serving.counts import Counts
+from serving.engine import Engine
 from serving.page_table import CachePolicy, empty_table
 from serving.plan import StepResult
 from serving.rpc.bundle import build_bundle
@@ -26,7 +27,14 @@ from serving.rpc.protocol import Stub, messages
 from serving.rpc.service import EngineService, ServiceConfig
 from serving.server import OnFailure, Server, ServerConfig
 from serving.tokenizer import load_folder
-from tests.fakes import EOS, VOCAB_SIZE, FakeExecutor, fake_geometry, fake_limits
+from tests.fakes import (
+    EOS,
+    VOCAB_SIZE,
+    FakeDevices,
+    FakeExecutor,
+    fake_geometry,
+    fake_limits,
+)
 
 DEADLINE_S = 20.0  # of everything that a test waits for
 PROMPT = (5, 6, 7)
@@ -169,19 +177,24 @@ def fake_load(
     *,
     page_tokens: int = 4,
     num_pages: int = 100,
+    num_replicas: int = 1,
     policy: CachePolicy | None = None,
     **limits: int,
 ) -> Callable[[OnFailure], Served]:
     """A load that takes no time. `limits` are those of `fake_limits`; the default `policy` is to
-    reuse nothing."""
+    reuse nothing. `executor` is the first replica's."""
     geometry = fake_geometry(page_tokens=page_tokens)
     limits.setdefault("max_waiting_tokens", max(1000, limits.get("max_context_tokens", 0)))
     bounds = fake_limits(geometry, num_pages=num_pages, **limits)
-    device = executor or FakeExecutor(geometry, num_pages=num_pages, max_rows=bounds.max_rows)
+    fresh = [
+        FakeExecutor(geometry, num_pages=num_pages, max_rows=bounds.max_rows)
+        for _ in range(num_replicas)
+    ]
+    devices = FakeDevices(executor or fresh[0], *fresh[1:])
 
     def load(on_failure: OnFailure) -> Served:
         table = empty_table(geometry, num_pages, policy)
-        engine = Engine(device, bounds, table, on_failure=on_failure)
+        engine = Engine(devices, bounds, [table] * num_replicas, on_failure=on_failure)
         return Served(engine=engine, limits=bounds, page_tokens=geometry.page_tokens)
 
     return load
@@ -195,6 +208,7 @@ async def serving(
     port: int = 0,
     drain_s: float = 5.0,
     output_buffer_tokens: int = 256,
+    num_replicas: int = 1,
     wait_ready: bool = True,
     channel_options: tuple[tuple[str, int], ...] = (),
     draw_seed: Callable[[], int] | None = None,
@@ -204,6 +218,7 @@ async def serving(
     service = EngineService(
         ServiceConfig(
             dtype="float32",
+            num_replicas=num_replicas,
             max_rows=4,
             unit_tokens=2,
             output_buffer_tokens=output_buffer_tokens,

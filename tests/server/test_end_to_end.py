@@ -18,7 +18,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from serving import scheduler
+from serving import replicas
 from serving.record import read_record, replay
 from serving.rpc.protocol import Stub, messages
 
@@ -79,8 +79,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     output, _ = process.communicate(timeout=STOP_S)
     assert process.returncode == 0, output
     *_, last = replay(*read_record(cache_dir / "record"))
-    assert scheduler.is_idle(last.state)
-    assert f"steps={last.state.next_step_id} " in output
+    assert replicas.is_idle(last.replicas)
+    assert f"steps={last.replicas[0].next_step_id} " in output
 
 
 def request(request_id: str, prompt_length: int, max_tokens: int) -> messages.GenerateRequest:

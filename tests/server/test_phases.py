@@ -262,3 +262,22 @@ async def test_server_info_and_loads_follow_the_engine():
         await harness.until_idle()
         (load,) = (await harness.stub.GetLoads(messages.GetLoadsRequest())).loads
         assert (load.num_total_reqs, load.num_used_tokens, load.token_usage) == (0, 0, 0)
+
+
+async def test_every_replica_reports_its_load():
+    executor = SlowExecutor(fake_geometry())
+    async with serving(fake_load(executor, num_replicas=2), num_replicas=2) as harness:
+        calls = [harness.stub.Generate(request(f"r{i}", max_tokens=58)) for i in range(3)]
+        await harness.until(lambda: harness.counts().running == 3)
+        info = await harness.stub.GetServerInfo(messages.GetServerInfoRequest())
+        assert info.data_parallel_size == 2
+        reply = await harness.stub.GetLoads(messages.GetLoadsRequest())
+        assert reply.dp_rank_count == 2
+        loads = [(load.dp_rank, load.num_running_reqs) for load in reply.loads]
+        assert loads == [(0, 2), (1, 1)]
+        for rank in (0, 1):
+            reply = await harness.stub.GetLoads(messages.GetLoadsRequest(dp_rank=rank))
+            assert [load.dp_rank for load in reply.loads] == [rank]
+        for call in calls:
+            call.cancel()
+        await harness.until_idle()

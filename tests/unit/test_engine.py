@@ -16,6 +16,7 @@ from serving.request import Request, RequestError
 from tests.fakes import (
     EOS,
     FakeClock,
+    FakeDevices,
     FakeExecutor,
     fake_geometry,
     fake_limits,
@@ -59,16 +60,26 @@ class Server:
     """An engine on a fake device, with what a test wants to look at."""
 
     def __init__(
-        self, *, scripted: dict[tuple[str, int], int] | None = None, max_waiting: int = 100
+        self,
+        *,
+        scripted: dict[tuple[str, int], int] | None = None,
+        max_waiting: int = 100,
+        num_replicas: int = 1,
     ):
         geometry = fake_geometry()
-        self.executor = FakeExecutor(geometry, num_pages=NUM_PAGES, scripted=scripted)
+        self.devices = FakeDevices(
+            *(
+                FakeExecutor(geometry, num_pages=NUM_PAGES, scripted=scripted)
+                for _ in range(num_replicas)
+            )
+        )
+        self.executor = self.devices.replicas[0]
         self.clock = FakeClock()
         self.failures: list[BaseException] = []
         self.engine = Engine(
-            self.executor,
+            self.devices,
             fake_limits(geometry, num_pages=NUM_PAGES, max_waiting=max_waiting),
-            empty_table(geometry, NUM_PAGES),
+            [empty_table(geometry, NUM_PAGES)] * num_replicas,
             on_failure=self.failures.append,
             clock=self.clock,
         )
@@ -221,6 +232,40 @@ def test_step_age_grows_while_a_step_does_not_end(server: Server):
     client.wait()
     server.settle()
     assert server.engine.step_age_s() == 0.0
+
+
+def test_two_replicas_serve_as_one(start_server: StartServer):
+    server = start_server(Server(num_replicas=2))
+    requests = [
+        fake_request(name, range(2 + i), max_tokens=8, seed=i) for i, name in enumerate("abcdefgh")
+    ]
+    clients = server.submit_together(requests)
+    assert [client.wait().finish_reason for client in clients] == ["length"] * 8
+    assert [client.tokens for client in clients] == [solo_tokens(request) for request in requests]
+    server.settle()
+    counts = server.engine.counts()
+    assert server.engine.num_replicas == len(counts.replicas) == 2
+    assert counts.generated_tokens == 8 * 8 + 1
+    assert sum(part.generated_tokens for part in counts.replicas) == counts.generated_tokens
+    assert min(part.generated_tokens for part in counts.replicas) >= 24
+    assert [part.total_pages for part in counts.replicas] == [NUM_PAGES - 1] * 2
+    assert counts.free_pages == counts.total_pages == 2 * (NUM_PAGES - 1)
+    computed = [sum(row.length for plan in replica.plans for row in plan.rows)
+                for replica in server.devices.replicas]  # fmt: skip
+    assert list(counts.expert_load) == computed
+    assert counts.steps == len(server.devices.steps)
+
+
+def test_counts_of_replicas_show_what_each_has(start_server: StartServer):
+    server = Server(num_replicas=2)
+    server.executor.gate.clear()
+    for name in "abc":
+        server.engine.submit(long_request(name), Client(long_request(name)))
+    start_server(server)
+    wait_until(lambda: server.engine.counts().running == 3)
+    parts = server.engine.counts().replicas
+    assert [(part.running, part.pending_prompt_tokens) for part in parts] == [(2, 6), (1, 3)]
+    assert [NUM_PAGES - 1 - part.free_pages for part in parts] == [8, 4]
 
 
 # ---- refusing -------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import pytest
 
 from k3jax.buckets import Bucket
 from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, spans
-from serving.packing import pack_plan
-from serving.plan import RowPlan, StateExport, StepPlan
+from serving.packing import pack_group, pack_plan
+from serving.plan import GroupPlan, RowPlan, StateExport, StepPlan, group_of_one
 from serving.request import SamplingParams
 
 NUM_GROUPS = 2
@@ -177,6 +177,22 @@ def test_every_step_gets_its_own_buffer():
     assert not np.shares_memory(first, second)
     np.testing.assert_array_equal(first, kept)
     np.testing.assert_array_equal(first, third)
+
+
+def test_replicas_are_packed_one_after_the_other_and_an_idle_one_is_padding():
+    group = GroupPlan(step_id=0, bucket=DECODE.bucket, plans=(None, DECODE))
+    idle, busy = pack_group(group, NUM_GROUPS, SCRATCH_SLOT)
+    np.testing.assert_array_equal(busy, pack_plan(DECODE, NUM_GROUPS, SCRATCH_SLOT))
+    arrays = unpack(idle, DECODE.bucket)
+    np.testing.assert_array_equal(arrays["slots"], SCRATCH_SLOT)
+    np.testing.assert_array_equal(arrays["top_p"], 1)
+    for name in arrays.keys() - {"slots", "top_p"}:
+        assert not arrays[name].any(), name
+
+
+def test_one_replica_s_group_is_its_plan():
+    packed = pack_group(group_of_one(PREFILL), NUM_GROUPS, SCRATCH_SLOT)
+    np.testing.assert_array_equal(packed, [pack_plan(PREFILL, NUM_GROUPS, SCRATCH_SLOT)])
 
 
 def test_a_plan_that_does_not_fit_its_bucket_is_an_error():

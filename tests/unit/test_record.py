@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving import scheduler
+from serving import replicas
 from serving.engine import Engine
 from serving.page_table import PageTable, empty_table
 from serving.page_table.policy import CachePolicy
-from serving.plan import Output, StepResult
+from serving.plan import GroupResult, Output, StepResult
 from serving.record import (
     Committed,
     Ended,
@@ -32,7 +33,7 @@ from serving.record import (
 )
 from serving.request import Request, RequestError
 from serving.scheduler import Limits
-from tests.fakes import FakeExecutor, fake_geometry, fake_limits, fake_request
+from tests.fakes import FakeDevices, FakeExecutor, fake_geometry, fake_limits, fake_request
 
 WAIT_S = 30.0
 NUM_PAGES = 24
@@ -53,12 +54,14 @@ class FullDisk(io.StringIO):
 class Run:
     """An engine on a fake device that serves requests and keeps a record."""
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: Recorder, devices: FakeDevices | None = None):
         table, limits = setup()
         self.executor = FakeExecutor(
             table.geometry, num_pages=NUM_PAGES, not_finite={("broken", 15)}
         )
-        self.engine = Engine(self.executor, limits, table, recorder=recorder)
+        devices = devices or FakeDevices(self.executor)
+        tables = [table] * len(devices.replicas)
+        self.engine = Engine(devices, limits, tables, recorder=recorder)
         self.outputs: list[Output] = []
 
     def serve(self, requests: list[Request], *, abort: str = "") -> None:
@@ -113,7 +116,8 @@ def test_replay_makes_the_same_steps_and_outputs(run: Run, record: Path):
     serve_everything(run)
     read, events = read_record(record)
     moments = list(replay(read, events))
-    plans = [moment.plan for moment in moments if moment.plan is not None]
+    steps = [moment.plan for moment in moments if moment.plan is not None]
+    plans = [plan for step in steps for plan in step.plans if plan is not None]
     outputs = [output for moment in moments for output in moment.outputs]
     assert plans == run.executor.plans
     assert [o._replace(error=None) for o in outputs] == [
@@ -122,7 +126,7 @@ def test_replay_makes_the_same_steps_and_outputs(run: Run, record: Path):
     assert {o.finish_reason for o in outputs} == {None, "length", "abort", "error"}
     assert any(plan.admitted and plan.admitted[0].hit_tokens for plan in plans)
     assert [moment.refusal.status for moment in moments if moment.refusal] == ["ALREADY_EXISTS"]
-    assert scheduler.is_idle(moments[-1].state)
+    assert replicas.is_idle(moments[-1].replicas)
 
 
 def test_record_keeps_the_setup(record: Path):
@@ -133,13 +137,17 @@ def test_record_keeps_the_setup(record: Path):
     assert not list(events)
 
 
-def test_every_event_is_read_as_it_was_written(record: Path):
-    result = StepResult(
-        step_id=7,
-        tokens=np.array([3, 4, 5], np.int32),
-        finite=np.array([True, False, True]),
-        accepted=((1, 2), (), (3,)),
-    )
+RESULT = StepResult(
+    step_id=7,
+    tokens=np.array([3, 4, 5], np.int32),
+    finite=np.array([True, False, True]),
+    accepted=((1, 2), (), (3,)),
+)
+
+
+@pytest.mark.parametrize("idle", [(), (None, None)], ids=["one replica", "three replicas"])
+def test_every_event_is_read_as_it_was_written(idle: tuple[None, ...], record: Path):
+    result = GroupResult(step_id=7, results=(*idle, RESULT))
     request = fake_request("ä", (1, 2), stop_token_ids=(4,), ignore_eos=True)
     written: list[Event] = [
         Submitted(request),
@@ -157,9 +165,42 @@ def test_every_event_is_read_as_it_was_written(record: Path):
     assert [_comparable(event) for event in events] == [_comparable(event) for event in written]
     assert isinstance(last, Committed)
     assert last.result.step_id == 7
-    assert last.result.tokens.tolist() == [3, 4, 5]
-    assert last.result.finite.tolist() == [True, False, True]
-    assert last.result.accepted == result.accepted
+    *others, read = last.result.results
+    assert tuple(others) == idle
+    assert read is not None
+    assert read.step_id == 7
+    assert read.tokens.tolist() == [3, 4, 5]
+    assert read.finite.tolist() == [True, False, True]
+    assert read.accepted == RESULT.accepted
+
+
+def test_record_of_one_replica_is_that_of_its_scheduler(record: Path):
+    recorder = open_recorder(record, *setup())
+    recorder.write(Committed(GroupResult(step_id=7, results=(RESULT,), expert_load=(9,))))
+    recorder.close()
+    first, last = map(json.loads, record.read_text().splitlines())
+    assert set(first) == {"op", "format", "geometry", "num_pages", "policy", "limits"}
+    assert last == {
+        "op": "commit", "step": 7, "tokens": [3, 4, 5], "not_finite": [1],
+        "accepted": [[1, 2], [], [3]],
+    }  # fmt: skip
+
+
+def test_replay_places_requests_on_the_same_replicas(record: Path):
+    table, limits = setup()
+    devices = FakeDevices(*(FakeExecutor(table.geometry, num_pages=NUM_PAGES) for _ in range(2)))
+    recorder = open_recorder(record, table, limits, num_replicas=2)
+    run = Run(recorder, devices)
+    run.engine.start()
+    run.serve([fake_request(f"r{i}", (*PREFIX, i % 3), max_tokens=5 + i) for i in range(12)])
+    run.engine.stop()
+    assert run.engine.join(WAIT_S)
+    read, events = read_record(record)
+    moments = list(replay(read, events))
+    assert [moment.plan for moment in moments if moment.plan is not None] == devices.steps
+    assert all(replica.plans for replica in devices.replicas)
+    assert [output for moment in moments for output in moment.outputs] == run.outputs
+    assert replicas.is_idle(moments[-1].replicas)
 
 
 def test_line_that_was_cut_off_is_left_out(record: Path):

@@ -8,6 +8,7 @@ import pytest
 
 from scripts import view_cache
 from serving.page_table import CachePolicy
+from serving.plan import GroupResult
 from serving.record import Committed, Planned, Submitted, open_recorder
 from tests.fakes import SchedulerDriver, fake_request, make_driver
 
@@ -26,7 +27,8 @@ def serve(path: Path) -> SchedulerDriver:
             recorder.write(Planned(frozenset()))
             step = driver.plan()
             assert step is not None
-            recorder.write(Committed(driver.executor.peek(step.step_id)))
+            result = driver.executor.peek(step.step_id)
+            recorder.write(Committed(GroupResult(step_id=step.step_id, results=(result,))))
             driver.commit()
     recorder.close()
     return driver
@@ -40,7 +42,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def test_the_end_is_the_state_of_the_scheduler(tmp_path: Path):
     path = tmp_path / "record"
     driver = serve(path)
-    assert view_cache.find(path, None).state == driver.state
+    assert view_cache.find(path, None).replicas == (driver.state,)
 
 
 def test_a_step_shows_who_holds_which_page_and_what_is_shared(
@@ -65,6 +67,21 @@ def test_a_step_shows_who_holds_which_page_and_what_is_shared(
     assert [pages[page][1:] for page in row.state_source] == [["idle", f"state:{tail[3:]}"]] * 2
     counts = next(line for line in lines if line.startswith("counts: "))
     assert "looked_up_tokens=24 full_hit_tokens=0 partial_hit_tokens=10" in counts
+
+
+def test_replicas_are_shown_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    driver = make_driver(num_pages=20)
+    path = tmp_path / "record"
+    recorder = open_recorder(path, driver.state.table, driver.limits, num_replicas=2)
+    for name in "ab":
+        recorder.write(Submitted(fake_request(name)))
+    recorder.write(Planned(frozenset()))
+    recorder.close()
+    lines = shown(capsys, str(path))
+    second = lines.index("replica 1:")
+    assert lines[0] == "replica 0:"
+    assert "  a tokens 0 to 2, state 2-4 to 2-4" in lines[:second]
+    assert "  b tokens 0 to 2, state 2-4 to 2-4" in lines[second:]
 
 
 def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

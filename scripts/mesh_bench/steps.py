@@ -1,0 +1,263 @@
+"""Steps of a truncated K3 through the server's own programs: decode and prefill.
+
+Three truncations differ by one layer, so their differences are the time of a KDA layer and of an
+MLA layer, both with their experts. Weights and cache are random. Values are not compared with a
+dense computation here, which the tests do: a step must be finite, send every token to its experts,
+and its greedy ids are recorded so that layouts and forms can be compared.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int32
+from mesh_bench.arrays import Leaf, fill, normal, unit
+from mesh_bench.experts import random_codes, random_scales
+from mesh_bench.groups import NUM_DEVICES, TAIL_FORMS, Layout, Sizes, text_config
+from mesh_bench.record import Recorder
+from mesh_bench.timing import WrongResult, sample
+
+from k3jax.buckets import Bucket
+from k3jax.cache_spec import cache_spec
+from k3jax.config import CacheConfig, ModelConfig
+from k3jax.inputs import empty_inputs, pack
+from k3jax.paged_model import PagedModel
+from k3jax.params import ParamSpec, describe
+from k3jax.pool import abstract_pool, pool_layout
+from k3jax.results import unpack
+from k3jax.step import Program, serving_step
+from sharding.axes import ParallelConfig
+from sharding.mesh import make_mesh
+
+_CONFIG = Path(__file__).parents[2] / "tests" / "data" / "k3-config.json"
+_DTYPE = "bfloat16"
+_RECORDED_IDS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Steps that share one configuration of the mesh.
+
+    Attributes:
+      label: what distinguishes it from others, in the names of its cases.
+    """
+
+    label: str
+    parallel: ParallelConfig
+    buckets: tuple[Bucket, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Truncation:
+    """A model of a few layers, on the mesh."""
+
+    layers: str
+    program: Program
+    mesh: Mesh
+    params: Mapping[str, Mapping[str, Any]]
+
+
+def run(recorder: Recorder, layout: Layout) -> None:
+    """Time all steps of a layout, one truncation after the other."""
+    sizes = recorder.sizes
+    parallel = ParallelConfig(tp=1 if layout == "one_gpu" else NUM_DEVICES)
+    mesh = make_mesh(parallel)
+    for layers in sizes.truncations:
+        # The weights of one truncation are freed before those of the next are made.
+        _run_truncation(_make(layers, sizes, parallel, mesh), recorder)
+
+
+def variants(
+    layers: str, sizes: Sizes, parallel: ParallelConfig, page_tokens: int
+) -> list[Variant]:
+    """What is timed of a truncation: all forms of the shortest, of the others one."""
+    pages = -(-sizes.context_tokens // page_tokens)
+    decode = tuple(Bucket("decode", rows, rows, pages) for rows in sizes.rows)
+    prefill = tuple(
+        Bucket("prefill", tokens, 1, -(-tokens // page_tokens)) for tokens in sizes.prefill_tokens
+    )
+    if parallel.tp == 1:
+        steps = decode if layers != sizes.base else decode + prefill
+        return [Variant(label="alone", parallel=parallel, buckets=steps)]
+    forms = TAIL_FORMS if layers == sizes.base else TAIL_FORMS[:1]
+    found = [
+        Variant(label=form, parallel=dataclasses.replace(parallel, tail=form), buckets=decode)
+        for form in forms
+    ]
+    if layers == sizes.base:
+        found += [
+            Variant(
+                label=f"tokens_{choice}",
+                parallel=dataclasses.replace(parallel, shard_tokens=choice),
+                buckets=prefill,
+            )
+            for choice in ("off", "on")
+        ]
+    return found
+
+
+def _make(layers: str, sizes: Sizes, parallel: ParallelConfig, mesh: Mesh) -> _Truncation:
+    """Configuration and random weights of a truncation."""
+    cfg = ModelConfig.from_hf(text_config(json.loads(_CONFIG.read_text()), layers, sizes))
+    spec = cache_spec(cfg, tp=parallel.tp, dtype=_DTYPE)
+    unit_tokens = sizes.page_unit_tokens
+    state_tokens = -(-spec.state_bytes // spec.token_bytes)
+    page_tokens = -(-state_tokens // unit_tokens) * unit_tokens
+    attention_pages = -(-max(sizes.context_tokens, *sizes.prefill_tokens) // page_tokens)
+    num_pages = 1 + max(sizes.rows) * (attention_pages + len(spec.recurrent_groups))
+    cache = CacheConfig(page_tokens=page_tokens, num_pages=num_pages)
+    program = Program(
+        cfg=cfg,
+        parallel=parallel,
+        layout=pool_layout(cfg, cache, spec, tp=parallel.tp, dtype=_DTYPE),
+        dtype=_DTYPE,
+        max_rows=max(sizes.rows),
+    )
+    return _Truncation(
+        layers=layers, program=program, mesh=mesh, params=random_params(program, mesh)
+    )
+
+
+def random_params(program: Program, mesh: Mesh) -> dict[str, dict[str, Any]]:
+    """Random weights, each made by the devices that hold it."""
+    leaves = {
+        f"{part}/{name}": Leaf(spec.shape, _maker(name, spec), program.param_specs[part][name])
+        for part, specs in describe(program.cfg).items()
+        for name, spec in specs.items()
+    }
+    tree: dict[str, dict[str, Any]] = {}
+    for path, array in fill(mesh, leaves).items():
+        part, name = path.split("/")
+        tree.setdefault(part, {})[name] = array
+    return tree
+
+
+def _maker(name: str, spec: ParamSpec) -> Any:
+    """How to make the values of a parameter from random words."""
+    dtype = _DTYPE if spec.dtype == "compute" else spec.dtype
+    match spec.init:
+        case "bytes":
+            return random_scales if name.endswith("_scales") else random_codes
+        case "ones":
+            return lambda words: (1.0 + 0.5 * unit(words)).astype(dtype)
+        case "zeros":
+            return normal(0.01, dtype)
+        case "a_log":
+            return normal(1.0, dtype)
+        case _:
+            return normal(spec.shape[-1] ** -0.5, dtype)
+
+
+def _run_truncation(truncation: _Truncation, recorder: Recorder) -> None:
+    page_tokens = truncation.program.layout.page_tokens
+    todo = variants(truncation.layers, recorder.sizes, truncation.program.parallel, page_tokens)
+    recorder.note(f"{truncation.layers}: weights are on the devices")
+
+    def build(variant: Variant) -> PagedModel:
+        program = dataclasses.replace(truncation.program, parallel=variant.parallel)
+        return PagedModel(
+            program, truncation.mesh, truncation.params, serving_step, variant.buckets
+        )
+
+    # The first alone: the others find most matrix products tuned.
+    built: list[PagedModel | Exception] = [_attempt(build, todo[0])]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=len(todo)) as threads:
+        built += threads.map(lambda variant: _attempt(build, variant), todo[1:])
+    recorder.note(f"{truncation.layers}: steps are compiled")
+    for variant, model in zip(todo, built, strict=True):
+        if isinstance(model, PagedModel):
+            _fill_pool(model, truncation.mesh)
+        for bucket in variant.buckets:
+            _time_step(truncation, variant, model, bucket, recorder)
+
+
+def _attempt(build: Any, variant: Variant) -> PagedModel | Exception:
+    """The model, or why it could not be built: its cases report that."""
+    try:
+        return build(variant)
+    except Exception as error:
+        return error
+
+
+def _time_step(
+    truncation: _Truncation,
+    variant: Variant,
+    model: PagedModel | Exception,
+    bucket: Bucket,
+    recorder: Recorder,
+) -> None:
+    program, sizes = truncation.program, recorder.sizes
+    size = {"rows": bucket.rows} if bucket.kind == "decode" else {"tokens": bucket.tokens}
+    shapes = {"layers": truncation.layers, **size, "tp": program.parallel.tp}
+    if bucket.kind == "decode":
+        shapes["context_tokens"] = sizes.context_tokens
+    case = f"{bucket.kind}/{truncation.layers}/{variant.label}"
+    with recorder.case(case, shapes) as line:
+        if isinstance(model, Exception):
+            raise model
+        packed = _packed(program, bucket, sizes)
+        ids = _checked_ids(program, bucket, np.asarray(model.run(bucket, packed)))
+        line["greedy_ids"] = ids[:_RECORDED_IDS]
+        seconds = sample(
+            lambda: model.run(bucket, packed), target_s=sizes.step_s, most=sizes.most_samples
+        )
+        line["unit"], line["operations"] = "ms", 1
+        line["samples"] = [value * 1e3 for value in seconds]
+
+
+def _fill_pool(model: PagedModel, mesh: Mesh) -> None:
+    """Random entries and states: positive and negative numbers around 2^-7 in both views."""
+    program = model.program
+    shape = abstract_pool(program.layout, program.parallel.num_ranks).shape
+
+    def words(random: Array) -> Array:
+        return ((random & 0x80FF) | 0x3C00).astype(jnp.uint16)
+
+    model.pool = None  # its memory is free for the new one
+    model.pool = fill(mesh, {"pool": Leaf(shape, words, program.pool_spec)})["pool"]
+
+
+def _packed(program: Program, bucket: Bucket, sizes: Sizes) -> Int32[np.ndarray, "1 n"]:
+    """Inputs of a step: decode rows that know `context_tokens` tokens, or one new prompt."""
+    num_groups = program.num_recurrent_groups
+    inputs = empty_inputs(bucket, num_groups, scratch_slot=program.max_rows)
+    row = np.arange(bucket.rows, dtype=np.int32)
+    generator = np.random.default_rng(0)
+    inputs.tokens[:] = generator.integers(program.cfg.vocab_size, size=bucket.tokens)
+    inputs.row_offsets[:] = np.arange(bucket.rows + 1) * (bucket.tokens // bucket.rows)
+    if bucket.kind == "decode":
+        inputs.computed[:] = sizes.context_tokens - 1
+    inputs.slots[:] = row
+    pages = 1 + np.arange(bucket.rows * (bucket.pages + num_groups), dtype=np.int32)
+    pages = pages.reshape(bucket.rows, -1)
+    inputs.attention_pages[:] = pages[:, : bucket.pages]
+    inputs.state_source[:] = inputs.state_target[:] = pages[:, bucket.pages :]
+    inputs.sample[:] = 1
+    return pack(inputs, bucket, num_groups)[None]
+
+
+def _checked_ids(
+    program: Program, bucket: Bucket, result: Int32[np.ndarray, "1 n"]
+) -> Sequence[int]:
+    """Greedy ids of a step.
+
+    Raises:
+      WrongResult: logits are not finite, or experts did not get every token.
+    """
+    output = unpack(result, bucket.rows)
+    if not output.finite.all():
+        raise WrongResult(f"logits are not finite in {int((~output.finite).sum())} rows")
+    cfg = program.cfg
+    load = int(output.expert_load.sum())
+    expected = bucket.tokens * cfg.experts_per_token * len(cfg.moe_layers)
+    if load != expected:
+        raise WrongResult(f"load of the experts is wrong: got {load}; expected {expected}")
+    return output.tokens.reshape(-1).tolist()

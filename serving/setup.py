@@ -1,0 +1,165 @@
+"""What a server needs before its model is loaded: options, configuration, tokenizer, its place.
+
+Everything here answers at once, so that a mistake is found before the minutes of the start. jax is
+imported, but not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from k3jax.cache_spec import cache_spec
+from k3jax.config import ConfigError, EngineConfig, ModelConfig, validate
+from k3jax.inputs import EXPORT_TOKENS
+from serving.cache_options import cache_policy
+from serving.options import Options, default_cache_dir
+from serving.page_table import align
+from serving.page_table.policy import CachePolicy
+from serving.processes.place import Place, PlaceFlags, check_ranks, resolve
+from serving.rpc.bundle import Bundle, build_bundle
+from serving.rpc.model_info import ModelInfo, read_model_info
+from serving.tokenizer import Tokenizer, load_folder
+from sharding.axes import ParallelConfig, parse_mesh
+
+EMBEDDED_NAME = "k3-embedded"
+_DEFAULT_CONTEXT_TOKENS = 4096
+
+# Paths may differ from machine to machine, and only host 0 has a port.
+_OPTIONS_OF_A_PROCESS = {
+    "model",
+    "served_model_name",
+    "cache_dir",
+    "weight_cache",
+    "compile_cache",
+    "record",
+    "host",
+    "port",
+    "drain_seconds",
+    "log_level",
+    "coordinator",
+    "num_hosts",
+    "host_id",
+    "control_port",
+    "processes",
+    "start_timeout",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a server needs before its model is loaded."""
+
+    options: Options
+    cache_dir: Path
+    folder: Path
+    model: ModelConfig
+    engine: EngineConfig
+    parallel: ParallelConfig
+    place: Place
+    policy: CachePolicy
+    tokenizer: Tokenizer | None
+    bundle: Bundle | None
+    info: ModelInfo
+
+
+def find_place(options: Options) -> Place:
+    """Which process of which group this one is.
+
+    Raises:
+      ConfigError: that is half described, or contradicts itself.
+    """
+    flags = PlaceFlags(
+        coordinator=options.coordinator,
+        num_hosts=options.num_hosts,
+        host_id=options.host_id,
+        control_port=options.control_port,
+        processes=options.processes,
+    )
+    return resolve(flags, os.environ)
+
+
+def group_options(options: Options) -> dict[str, object]:
+    """The options that all processes of a group must have in common."""
+    values = dataclasses.asdict(options)
+    return {name: value for name, value in values.items() if name not in _OPTIONS_OF_A_PROCESS}
+
+
+def prepare(options: Options) -> Setup:
+    """Find the model and read all of it but the weights.
+
+    Raises:
+      ConfigError, TokenizerError: a configuration or the tokenizer cannot be used.
+    """
+    try:
+        sizes = parse_mesh(options.mesh)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    place = find_place(options)
+    if options.record is not None and place.host_id == 0:
+        _check_record(options.record)
+    cache_dir = options.cache_dir or default_cache_dir()
+    _choose_compile_cache(options.compile_cache, cache_dir)
+    from k3jax.weights import ensure_embedded, read_model_config
+
+    folder = options.model or ensure_embedded(cache_dir)
+    model = read_model_config(folder)
+    experts = options.experts
+    if experts == "auto":
+        experts = "ep" if model.num_experts % sizes["tp"] == 0 else "tp"
+    engine = EngineConfig(
+        dtype=options.dtype,
+        max_rows=options.max_rows,
+        max_context_tokens=options.max_context
+        or min(model.max_position_tokens, _DEFAULT_CONTEXT_TOKENS),
+        max_prefill_tokens=options.max_prefill_tokens,
+        max_prefill_rows=options.max_prefill_rows or min(4, options.max_rows),
+    )
+    parallel = ParallelConfig(dp=sizes["dp"], tp=sizes["tp"], experts=experts)
+    validate(model, parallel, engine)
+    check_ranks(place, parallel.num_ranks)
+    policy = cache_policy(
+        align(cache_spec(model, tp=parallel.tp, dtype=engine.dtype), unit_tokens=options.page_unit),
+        is_enabled=options.prefix_cache == "on",
+        hash_block_size=options.hash_block_size,
+        state_retention=options.state_retention,
+        keep_answer_end=options.answer_end_state == "on",
+        export_tokens=EXPORT_TOKENS,
+    )
+    tokenizer = load_folder(folder)
+    name = options.served_model_name or (None if options.model else EMBEDDED_NAME)
+    return Setup(
+        options=options,
+        cache_dir=cache_dir,
+        folder=folder,
+        model=model,
+        engine=engine,
+        parallel=parallel,
+        place=place,
+        policy=policy,
+        tokenizer=tokenizer,
+        bundle=build_bundle(folder) if tokenizer else None,
+        info=read_model_info(
+            folder, model, tokenizer, name=name, max_context_tokens=engine.max_context_tokens
+        ),
+    )
+
+
+def _check_record(path: Path) -> None:
+    """Refuse a record that could not be written, before anything is loaded."""
+    if path.exists():
+        raise ConfigError(f"--record exists already: got {path}; expected a new file")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--record cannot be written: got {path}; expected a folder that exists and is writable"
+        )
+
+
+def _choose_compile_cache(folder: Path | None, cache_dir: Path) -> None:
+    """Tell jax, which is not imported yet, where to keep compiled steps."""
+    if folder is not None:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_dir / "compiled"))
+    # By default only programs that took a second to compile are kept.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
