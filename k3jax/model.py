@@ -167,9 +167,19 @@ def shards_tokens(parallel: ParallelConfig, kind: Kind, num_tokens: int) -> bool
 
     It is so in prefill, where replicated norms, attention residuals, routers and latent projections
     would cost more than the exchange (kernels.md section 0.6), as far as the tokens divide.
+
+    Raises:
+      ValueError: they do not, and `shard_tokens` is `on`.
     """
-    is_wanted = kind == "prefill" and parallel.tp > 1 and parallel.shard_tokens != "off"
-    return is_wanted and num_tokens % parallel.tp == 0
+    if kind != "prefill" or parallel.tp == 1 or parallel.shard_tokens == "off":
+        return False
+    divides = num_tokens % parallel.tp == 0
+    if parallel.shard_tokens == "on" and not divides:
+        raise ValueError(
+            f"tokens of a prefill step do not divide over the mesh: got {num_tokens}; expected a "
+            f"multiple of tp{parallel.tp}, or shard_tokens 'auto'"
+        )
+    return divides
 
 
 def layer_positions(cfg: ModelConfig) -> dict[int, tuple[int, int]]:

@@ -109,8 +109,8 @@ def _summary(result: dict[str, Any], args: argparse.Namespace) -> str:
     lines = [
         f"a step: {total['launches_inside']} collectives inside a host, "
         f"{total['launches_network']} between hosts",
-        f"sent by one rank: {total['inside_bytes'] / 1e6:.2f} MB over NVLink, {inside_ms:.3f} ms at "
-        f"{args.nvlink_gb_per_s:g} GB/s",
+        f"sent by one rank: {total['inside_bytes'] / 1e6:.2f} MB over NVLink, "
+        f"{inside_ms:.3f} ms at {args.nvlink_gb_per_s:g} GB/s",
         f"                  {total['network_bytes'] / 1e6:.2f} MB over the network, "
         f"{network_ms:.3f} ms at {args.network_gb_per_s:g} GB/s",
         f"up-projection of one MoE tail: {result['up_projection_flops'] / 1e9:.3f} GFLOP",

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt
 
 from sharding.axes import DP, TP, ParallelConfig
 
@@ -90,7 +90,7 @@ def exchange(
     Args:
       axes: of `expert_axes`.
       experts: `(z [n, L], ids [n, A], mixing [n, A]) -> float32 [n, L]`, the part of this rank's
-        experts; rows with ids of -1 contribute nothing.
+        experts; rows with ids of -1 contribute nothing, whatever else they hold.
       ids: global expert ids; -1 for no expert.
       num_local: experts that each rank holds, whole or in part.
       capacity: places for tokens of one rank at another in a round of `all_to_all`; see
@@ -99,24 +99,23 @@ def exchange(
     num_ranks = parallel.num_ranks if TP in axes else parallel.dp
     if num_ranks == 1:
         return experts(z, ids, mixing)
-    routing = jnp.concatenate([ids, lax.bitcast_convert_type(mixing, jnp.int32)], axis=1)
+    words = to_words(z, ids, mixing)
 
-    def run(z: Array, routing: Array) -> Array:
-        ids, mixing = jnp.split(routing, 2, axis=1)
-        return experts(z, ids, lax.bitcast_convert_type(mixing, jnp.float32))
+    def run(words: Array) -> Array:
+        return experts(*from_words(words, z, ids))
 
     if parallel.dispatch == "all_gather":
         with jax.named_scope("dispatch"):
-            everyone = [lax.all_gather(x, axes, axis=0, tiled=True) for x in (z, routing)]
-        partials = run(*everyone)
+            everyone = lax.all_gather(words, axes, axis=0, tiled=True)
+        partials = run(everyone)
         with jax.named_scope("combine"):
             return lax.psum_scatter(partials, axes, scatter_dimension=0, tiled=True)
     needs = _needs(parallel, axes, ids, num_local)
     if parallel.dispatch == "ragged":
-        return _ragged(axes, run, z, routing, needs)
+        return _ragged(axes, run, words, needs)
     if capacity is None:
         capacity = default_capacity(z.shape[0], num_ranks, ids.shape[1])
-    return _padded(axes, run, z, routing, needs, capacity)
+    return _padded(axes, run, words, needs, capacity)
 
 
 def default_capacity(num_tokens: int, num_ranks: int, num_choices: int) -> int:
@@ -125,6 +124,38 @@ def default_capacity(num_tokens: int, num_ranks: int, num_choices: int) -> int:
     share = 1.0 - (1.0 - 1.0 / num_ranks) ** num_choices
     places = math.ceil(_ROOM * share * num_tokens / _MULTIPLE) * _MULTIPLE
     return min(num_tokens, places)
+
+
+def to_words(
+    z: Float[Array, "T L"], ids: Int32[Array, "T A"], mixing: Float32[Array, "T A"]
+) -> UInt[Array, "T W"]:
+    """All that is sent of a token, in words of the size of `z`: one collective instead of three.
+
+    A place without a token holds words of ones, which are ids of -1.
+    """
+    kind = _word_type(z)
+    parts = [lax.bitcast_convert_type(x, kind).reshape(x.shape[0], -1) for x in (z, ids, mixing)]
+    return jnp.concatenate(parts, axis=1)
+
+
+def from_words(
+    words: UInt[Array, "n W"], z: Float[Array, "T L"], ids: Int32[Array, "T A"]
+) -> tuple[Float[Array, "n L"], Int32[Array, "n A"], Float32[Array, "n A"]]:
+    """Take `to_words` apart; `z` and `ids` tell types and widths."""
+    latents, routing = jnp.split(words, [z.shape[1]], axis=1)
+    if words.dtype.itemsize == 2:
+        routing = routing.reshape(words.shape[0], -1, 2)
+    got_ids, mixing = jnp.split(lax.bitcast_convert_type(routing, jnp.int32), 2, axis=1)
+    latents = lax.bitcast_convert_type(latents, z.dtype)
+    return latents, got_ids, lax.bitcast_convert_type(mixing, jnp.float32)
+
+
+def _word_type(z: Array) -> jnp.dtype:
+    return jnp.dtype(jnp.uint16 if z.dtype.itemsize == 2 else jnp.uint32)
+
+
+def _ones(words: Array) -> int:
+    return int(jnp.iinfo(words.dtype).max)
 
 
 def _needs(
@@ -173,9 +204,8 @@ def _collect(
 
 def _padded(
     axes: tuple[str, ...],
-    run: Callable[[Array, Array], Array],
-    z: Float[Array, "T L"],
-    routing: Int32[Array, "T AA"],
+    run: Callable[[Array], Array],
+    words: UInt[Array, "T W"],
     needs: Bool[Array, "T N"],
     capacity: int,
 ) -> Float32[Array, "T L"]:
@@ -190,11 +220,10 @@ def _padded(
         here = places - first
         in_round = needs & (here >= 0) & (here < capacity)
         token = _tokens_in_places(in_round, here, capacity)
-        sent = z.at[token].get(mode="fill", fill_value=0)
-        sent_routing = routing.at[token].get(mode="fill", fill_value=-1)
+        sent = words.at[token].get(mode="fill", fill_value=_ones(words))
         with jax.named_scope("dispatch"):
-            got = [swap(x).reshape(num_ranks * capacity, -1) for x in (sent, sent_routing)]
-        back = run(*got).reshape(num_ranks, capacity, -1)
+            got = swap(sent).reshape(num_ranks * capacity, -1)
+        back = run(got).reshape(num_ranks, capacity, -1)
         with jax.named_scope("combine"):
             back = swap(back)
         return _collect(back, in_round, here)
@@ -210,15 +239,15 @@ def _padded(
         first, total = state
         return first + jnp.int32(capacity), total + one_round(first)
 
-    start = (jnp.int32(0), jnp.zeros(z.shape, jnp.float32))
+    total = jax.eval_shape(one_round, 0)
+    start = (jnp.int32(0), jnp.zeros(total.shape, total.dtype))
     return lax.while_loop(go_on, step, start)[1]
 
 
 def _ragged(
     axes: tuple[str, ...],
-    run: Callable[[Array, Array], Array],
-    z: Float[Array, "T L"],
-    routing: Int32[Array, "T AA"],
+    run: Callable[[Array], Array],
+    words: UInt[Array, "T W"],
     needs: Bool[Array, "T N"],
 ) -> Float32[Array, "T L"]:
     """Exact sizes. Buffers have room for every token of every rank, one rank after the other."""
@@ -236,11 +265,10 @@ def _ragged(
             x, out, block_of_rank, sizes[0], own_block, sizes[1], axis_name=axes
         )
 
-    there, home = (num_sent, num_got), (num_got, num_sent)
+    sent = words.at[token].get(mode="fill", fill_value=_ones(words))
     with jax.named_scope("dispatch"):
-        got = swap(z.at[token].get(mode="fill", fill_value=0), 0, there)
-        got_routing = swap(routing.at[token].get(mode="fill", fill_value=-1), -1, there)
-    back = run(got, got_routing)
+        got = swap(sent, _ones(words), (num_sent, num_got))
+    back = run(got)
     with jax.named_scope("combine"):
-        back = swap(back, 0, home)
+        back = swap(back, 0, (num_got, num_sent))
     return _collect(back.reshape(num_ranks, num_tokens, -1), needs, places)

@@ -161,13 +161,13 @@ SMOKE = Sizes(
 )
 
 _LIMITS_S: Mapping[tuple[Section, Layout], float] = {
-    ("tails", "process_per_gpu"): 90,
-    ("tails", "one_process"): 90,
-    ("dispatch", "process_per_gpu"): 80,
-    ("dispatch", "one_process"): 80,
-    ("steps", "process_per_gpu"): 170,
-    ("steps", "one_process"): 170,
-    ("steps", "one_gpu"): 130,
+    ("tails", "process_per_gpu"): 120,
+    ("tails", "one_process"): 120,
+    ("dispatch", "process_per_gpu"): 110,
+    ("dispatch", "one_process"): 110,
+    ("steps", "process_per_gpu"): 210,
+    ("steps", "one_process"): 210,
+    ("steps", "one_gpu"): 150,
 }
 
 

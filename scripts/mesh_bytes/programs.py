@@ -7,6 +7,8 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
+import jax
+
 from k3jax.buckets import Bucket
 from k3jax.cache_spec import cache_spec
 from k3jax.compile import abstract_arguments
@@ -76,7 +78,8 @@ def step_texts(cfg: ModelConfig, parallel: ParallelConfig, bucket: Bucket) -> Te
     mesh = make_mesh(parallel)
     lowered = serving_step(program, mesh, bucket).lower(*abstract_arguments(program, mesh, bucket))
     text = lowered.as_text(dialect="hlo", debug_info=True)
-    if parallel.dispatch == "ragged":  # XLA:CPU has no ragged exchange
+    # XLA:CPU has no ragged exchange.
+    if parallel.dispatch == "ragged" and jax.default_backend() == "cpu":
         return Texts(None, text)
     options = {"xla_backend_optimization_level": 0}  # of machine code, which nobody runs
     return Texts(lowered.compile(compiler_options=options).as_text(), text)

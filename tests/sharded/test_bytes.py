@@ -25,6 +25,7 @@ from tests import tiny
 from tests.models import program_of
 
 H, L, V, A = 80, 40, 160, 3
+ROUTING = A * (4 + 4)  # bytes of a token's expert ids and weights
 DP, TP, RANKS = 2, 4, 8
 ROWS, TOKENS = 8, 48
 DECODE, PREFILL = Bucket("decode", ROWS, ROWS, 2), Bucket("prefill", TOKENS, 2, 2)
@@ -100,20 +101,18 @@ def tail(form: str, layer: int) -> Bytes:
 
 def exchanged(form: str, layer: int, tokens: int, ranks: int) -> Bytes:
     """Dispatch and combine of one layer, with `tokens` of each rank."""
-    routing = 2 * A * 4
+    token = 2 * L + ROUTING
     there, back = (layer, "moe/experts/dispatch"), (layer, "moe/experts/combine")
     everyone = tokens * ranks
     if form == "all_gather":
         return {
-            (*there, "all-gather", "bf16"): (tokens * L * 2, everyone * L * 2),
-            (*there, "all-gather", "s32"): (tokens * routing, everyone * routing),
+            (*there, "all-gather", "u16"): (tokens * token, everyone * token),
             (*back, "reduce-scatter", "f32"): (everyone * L * 4, tokens * L * 4),
         }
     places = everyone if form == "ragged" else ranks * default_capacity(tokens, ranks, A)
     kind = "ragged-all-to-all" if form == "ragged" else "all-to-all"
     sizes: Bytes = {
-        (*there, kind, "bf16"): all_reduce(places * L * 2),
-        (*there, kind, "s32"): all_reduce(places * routing),
+        (*there, kind, "u16"): all_reduce(places * token),
         (*back, kind, "f32"): all_reduce(places * L * 4),
     }
     if form == "ragged":  # how much goes where
@@ -157,15 +156,19 @@ def test_column_tails_do_their_share_of_the_up_projection(form: str) -> None:
 
 @pytest.mark.parametrize("form", MESHES)
 def test_latents_are_exactly_half_of_what_the_same_experts_move_at_full_width(form: str) -> None:
-    def exchange(cfg: ModelConfig) -> Bytes:
-        """Experts' inputs and results, without ids and weights."""
-        return {
-            key: size
-            for key, size in moved(cfg, DECODE, **MESHES[form]).items()
-            if key[1].startswith("moe/experts") and key[3] != "s32"
-        }
+    def exchange(cfg: ModelConfig, width: int) -> Bytes:
+        """Experts' inputs and results, without the ids and weights that go with the inputs."""
+        sizes: Bytes = {}
+        for key, size in moved(cfg, DECODE, **MESHES[form]).items():
+            if key[1] == "moe/experts/dispatch":
+                places = [one // (2 * width + ROUTING) for one in size]
+                assert [one * (2 * width + ROUTING) for one in places] == list(size)
+                sizes[key] = (size[0] - places[0] * ROUTING, size[1] - places[1] * ROUTING)
+            elif key[1] == "moe/experts/combine":
+                sizes[key] = size
+        return sizes
 
-    latent, full = exchange(LATENT), exchange(FULL)
+    latent, full = exchange(LATENT, L), exchange(FULL, H)
     assert len(latent) == 2
     assert full == {key: (2 * there, 2 * back) for key, (there, back) in latent.items()}
 

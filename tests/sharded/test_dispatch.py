@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,20 @@ def test_experts_split_inside_get_every_token(form: str) -> None:
     )(parts, z, ids, mixing)
     want = linear(parts.sum((0, 1)), z, ids, mixing)
     np.testing.assert_allclose(np.asarray(y), np.asarray(want), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+def test_every_bit_of_a_token_arrives(dtype: Any) -> None:
+    rng = np.random.default_rng(4)
+    bits = rng.integers(0, 2**16, (TOKENS, WIDTH * jnp.dtype(dtype).itemsize // 2), np.uint16)
+    z = jnp.asarray(bits.view(np.uint32) if dtype == jnp.float32 else bits)
+    z = lax.bitcast_convert_type(z, dtype)
+    ids = rng.integers(-1, EXPERTS, (TOKENS, CHOICES), np.int32)
+    mixing = rng.random((TOKENS, CHOICES)).astype(np.float32)
+    words = dispatch.to_words(z, jnp.asarray(ids), jnp.asarray(mixing))
+    got = dispatch.from_words(words, z, jnp.asarray(ids))
+    for one, sent in zip(got, (z, ids, mixing), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(sent).tobytes()
 
 
 def test_ragged_is_refused_on_a_cpu() -> None:
