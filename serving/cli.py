@@ -28,13 +28,14 @@ from serving.processes.children import die_with_parent
 from serving.processes.guard import GuardedExecutor
 from serving.processes.leader import HostLostError, Leader
 from serving.processes.place import Place
+from serving.processes.relay import start_relay
 from serving.processes.repeat import SharedModel
 from serving.processes.roles import GroupConfig, Outcome, lead, report_failure, start_group, work
 from serving.processes.watch import LAST_PHASE
 from serving.processes.worker import Worker
 from serving.record import open_recorder
 from serving.rpc.lifecycle import Lifecycle, Served
-from serving.rpc.logs import configure_logs
+from serving.rpc.logs import configure_logs, log_event, log_exception
 from serving.rpc.service import EngineService, ServiceConfig
 from serving.scheduler import make_limits
 from serving.server import OnFailure, Server, ServerConfig, ServerError, StoppedWhileLoadingError
@@ -128,8 +129,11 @@ def _load_weights(setup: Setup, barrier: Barrier) -> tuple[LoadedModel, int]:
     options, place = setup.options, setup.place
     joining = None
     if not place.is_alone:
+        coordinator = place.coordinator
+        if place.host_id:
+            coordinator = f"127.0.0.1:{start_relay(place.address, place.coordinator_port)}"
         group = ProcessGroup(
-            coordinator=place.coordinator,
+            coordinator=coordinator,
             num_processes=place.num_hosts,
             process_id=place.host_id,
             local_devices=place.local_devices(setup.parallel.num_ranks),
@@ -188,8 +192,8 @@ def _run_in_group(options: Options, place: Place) -> NoReturn:
         setup = dataclasses.replace(prepare(options), place=place)
     except _EXPLAINED as error:
         code, message = _explain(error)
-        if place.host_id:
-            report_failure(place, config, key, (code, message))
+        log_event("start_failed", message=message)
+        report_failure(place, config, key, (code, message))
         exit.now(code, f"serve.py: error: {message}")
     facts = gather_facts(group_options(options), setup.folder)
 
@@ -293,6 +297,7 @@ def _explain(error: BaseException) -> Outcome:
         case ServerError() | OSError():
             return EXIT_FAILED, str(error)
         case _:
+            log_exception("failed", error)
             return EXIT_FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

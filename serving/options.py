@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 from k3jax.config import Dtype
 from serving.cache_options import DEFAULT_UNIT_TOKENS, Retention, parse_retention
 from serving.option_types import byte_size, number
+from sharding.axes import Dispatch, ShardTokens, Tail
 
 type Switch = Literal["on", "off"]
 
@@ -42,6 +43,9 @@ class Options:
     compile_cache: Path | None
     mesh: str
     experts: Literal["auto", "ep", "tp"]
+    dispatch: Dispatch
+    tail: Tail
+    shard_tokens: ShardTokens
     num_pages: int | None
     pool_bytes: int | None
     page_unit: int
@@ -149,8 +153,9 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         default="tp1",
         metavar="MESH",
-        help="devices: tp8 splits heads, vocabulary and experts over eight; dp is not there yet. "
-        "On a host without accelerators the devices are simulated (default: %(default)s)",
+        help="devices: tp8 splits heads and vocabulary over eight, dp2xtp4 makes two replicas of "
+        "attention of four each; experts lie over all. On a host without accelerators the devices "
+        "are simulated (default: %(default)s)",
     )
     group.add_argument(
         "--experts",
@@ -158,6 +163,28 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="ep gives each device whole experts, tp a slice of every expert, auto takes ep where "
         "the number of experts divides (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dispatch",
+        choices=get_args(Dispatch),
+        default="all_gather",
+        help="how tokens reach experts on other devices: all of them everywhere, in a fixed number "
+        "of places for each pair of devices, or exactly those needed (ragged; not on CPUs) "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--tail",
+        choices=get_args(Tail),
+        default="auto",
+        help="how results of experts are summed over tp and projected up; auto chooses by the "
+        "number of tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--shard-tokens",
+        choices=get_args(ShardTokens),
+        default="auto",
+        help="whether each device of tp does norms, routing and projections for its share of a "
+        "prompt's tokens only; auto does where they divide (default: %(default)s)",
     )
 
 
@@ -168,8 +195,8 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         "--num-pages",
         type=number(int, at_least=2),
         metavar="N",
-        help="pages of the pool, the null page included (default: what the device's memory leaves; "
-        "on a CPU, what twice --max-rows full contexts need)",
+        help="pages of each replica's pool, the null page included (default: what the device's "
+        "memory leaves; on a CPU, what twice --max-rows full contexts need)",
     )
     size.add_argument(
         "--pool-bytes",
@@ -228,7 +255,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         type=number(int, at_least=1),
         default=8,
         metavar="N",
-        help="requests that run at once (default: %(default)s)",
+        help="requests that run at once, in each replica of attention (default: %(default)s)",
     )
     group.add_argument(
         "--max-context",
@@ -241,7 +268,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         type=number(int, at_least=1),
         default=256,
         metavar="N",
-        help="prompt tokens of one step (default: %(default)s)",
+        help="prompt tokens of one step, in each replica (default: %(default)s)",
     )
     group.add_argument(
         "--max-prefill-rows",

@@ -124,7 +124,8 @@ class Server:
           on_ready: called when requests are taken.
 
         Raises:
-          ServerError: the engine failed or does not stop, or a host was lost.
+          ServerError: the engine failed, or does not stop.
+          HostLostError: another process of the server was lost.
           StoppedWhileLoadingError: see there.
           Exception: whatever `load` raised.
         """
@@ -174,7 +175,7 @@ class Server:
         if self._failure.done():
             error = self._failure.result()
             if isinstance(error, HostLostError):
-                raise ServerError(str(error))
+                raise error
             raise ServerError(f"the engine failed: {type(error).__name__}: {error}")
 
     async def _drain(self, served: Served) -> None:

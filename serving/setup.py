@@ -107,7 +107,7 @@ def prepare(options: Options) -> Setup:
     model = read_model_config(folder)
     experts = options.experts
     if experts == "auto":
-        experts = "ep" if model.num_experts % sizes["tp"] == 0 else "tp"
+        experts = "ep" if model.num_experts % (sizes["dp"] * sizes["tp"]) == 0 else "tp"
     engine = EngineConfig(
         dtype=options.dtype,
         max_rows=options.max_rows,
@@ -116,7 +116,14 @@ def prepare(options: Options) -> Setup:
         max_prefill_tokens=options.max_prefill_tokens,
         max_prefill_rows=options.max_prefill_rows or min(4, options.max_rows),
     )
-    parallel = ParallelConfig(dp=sizes["dp"], tp=sizes["tp"], experts=experts)
+    parallel = ParallelConfig(
+        dp=sizes["dp"],
+        tp=sizes["tp"],
+        experts=experts,
+        dispatch=options.dispatch,
+        tail=options.tail,
+        shard_tokens=options.shard_tokens,
+    )
     validate(model, parallel, engine)
     check_ranks(place, parallel.num_ranks)
     policy = cache_policy(

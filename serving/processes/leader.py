@@ -88,7 +88,9 @@ class Leader:
         """
         if self.place.is_alone:
             return
-        with contextlib.closing(listen(_any_address(self.place), self.place.control_port)) as door:
+        with contextlib.closing(
+            listen(address_of_door(self.place), self.place.control_port)
+        ) as door:
             refusal = self._receive_all(door, time.monotonic() + timeout_s)
         for host in self._hosts.values():
             threading.Thread(
@@ -183,10 +185,10 @@ class Leader:
           message: why, if it is not the regular end.
         """
         with self._condition:
-            is_first = not self._is_stopping and self._verdict is None
+            if self._verdict is not None:  # all that can hear it have been told
+                return
             self._is_stopping = True
-        if is_first:
-            self._tell_all(code, message)
+        self._tell_all(code, message)
         with self._condition:
             self._condition.wait_for(
                 lambda: all(host.is_gone for host in self._hosts.values()), timeout=_STOP_S
@@ -294,7 +296,7 @@ class Leader:
 
     def _tell_all(self, code: int, message: str) -> None:
         body = pack_json({"code": code, "message": message})
-        for host in self._hosts.values():
+        for host in list(self._hosts.values()):  # more may come while the group is gathered
             host.channel.offer(Kind.STOP, body, patience_s=BEAT_S)
 
     def _send(self, host: _Host, kind: Kind, body: bytes = b"") -> None:
@@ -303,8 +305,9 @@ class Leader:
             host.channel.send(kind, body)
 
 
-def _any_address(place: Place) -> str:
-    """Where to listen: on loopback only, if the group is on this machine."""
+def open_door(place: Place) -> socket.socket:
+    """Open host 0's port, on loopback only if the group is on this machine."""
+    address = "::" if ":" in place.address else "0.0.0.0"
     if place.address in ("127.0.0.1", "::1", "localhost"):
-        return "127.0.0.1" if place.address == "localhost" else place.address
-    return "::" if ":" in place.address else "0.0.0.0"
+        address = "127.0.0.1" if place.address == "localhost" else place.address
+    return listen(address, place.control_port)

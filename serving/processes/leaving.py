@@ -6,6 +6,7 @@ process of a group never returns from its main function.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -36,14 +37,17 @@ class Exit:
     def now(self, code: int, line: str = "") -> NoReturn:
         """Print the last line to stderr and exit."""
         self._lock.acquire()  # and never release it: a second caller waits for the end
-        try:
-            self._cleanup()
-        finally:
-            # Nobody may read our output any more, and then writing waits for ever.
-            last_words = threading.Thread(target=_say, args=(line,), daemon=True)
-            last_words.start()
-            last_words.join(_SAY_S)
-            self._leave(code)
+        self._cleanup()
+        # Nobody may read our output any more, and then writing waits for ever.
+        late = threading.Timer(_SAY_S, self._leave, (code,))
+        late.daemon = True
+        late.start()
+        with contextlib.suppress(OSError, ValueError):  # the other end is closed
+            sys.stdout.flush()
+            if line:
+                print(line, file=sys.stderr, flush=True)
+        # Nothing may come between: jax is about to abort, with a last line of its own.
+        self._leave(code)
         raise SystemExit(code)  # only in tests does `leave` return
 
     def after(self, seconds: float, code: int, line: str) -> None:
@@ -54,13 +58,3 @@ class Exit:
             self.now(code, line)
 
         threading.Thread(target=wait, name="exit", daemon=True).start()
-
-
-def _say(line: str) -> None:
-    try:
-        sys.stdout.flush()
-        if line:
-            print(line, file=sys.stderr)
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        pass  # the other end is closed

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from k3jax.buckets import Bucket
 from serving.processes.agreement import Facts, Hello
-from serving.processes.channel import Channel, ChannelError, connect
+from serving.processes.channel import Channel, ChannelError, accept, connect
 from serving.processes.children import CONTROL_KEY, choose_key, free_ports, start_children
-from serving.processes.leader import Leader
+from serving.processes.leader import Leader, open_door
 from serving.processes.leaving import Exit
 from serving.processes.messages import Kind, pack_json
 from serving.processes.place import Place
 from serving.processes.repeat import Model
 from serving.processes.watch import WatchLimits
 from serving.processes.worker import Worker, join_leader
+
+_HELLO_S = 5.0
 
 # Exit code and reason; the reason of a regular end is empty.
 Outcome = tuple[int, str]
@@ -126,8 +130,11 @@ def work(
 
 
 def report_failure(place: Place, config: GroupConfig, key: bytes, outcome: Outcome) -> None:
-    """Tell host 0 why this process ends before it could join."""
+    """Tell why this process ends before it could join: host 0, or as host 0 all that come."""
     code, message = outcome
+    if place.host_id == 0:
+        _send_all_away(place, key, code, message, config.start_s)
+        return
     body = pack_json({"code": code, "message": message, "host": place.host_id})
     try:
         channel: Channel = connect(place.address, place.control_port, key, timeout_s=config.start_s)
@@ -135,3 +142,20 @@ def report_failure(place: Place, config: GroupConfig, key: bytes, outcome: Outco
         channel.close()
     except ChannelError:
         pass  # host 0 misses this one, or is not there itself
+
+
+def _send_all_away(place: Place, key: bytes, code: int, message: str, timeout_s: float) -> None:
+    end_s = time.monotonic() + timeout_s
+    body = pack_json({"code": code, "message": f"host 0: {message}"})
+    with (
+        contextlib.suppress(OSError),  # nobody came in time, or the port is in use
+        contextlib.closing(open_door(place)) as door,
+    ):
+        for _ in range(1, place.num_hosts):
+            door.settimeout(max(0.001, end_s - time.monotonic()))
+            with contextlib.suppress(ChannelError):
+                channel = accept(door, key)
+                channel.set_timeout(_HELLO_S)
+                channel.receive()  # what is not read could cost the peer what is sent
+                channel.send(Kind.STOP, body)
+                channel.close()

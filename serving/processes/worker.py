@@ -130,9 +130,7 @@ class Worker:
             self._leave(1, f"host 0 is lost: {error}")
 
     def _leave(self, code: int, message: str) -> NoReturn:
-        """End with the reason as last line; without one it is the regular end."""
-        line = f"serve.py: {self._name}: {message}" if message else f"serve.py: {self._name} stops"
-        self._exit.now(code, line)
+        self._exit.now(code, last_line(self._name, message))
 
 
 def join_leader(place: Place, key: bytes, hello: Hello, exit: Exit, *, timeout_s: float) -> Worker:
@@ -153,9 +151,16 @@ def join_leader(place: Place, key: bytes, hello: Hello, exit: Exit, *, timeout_s
     if message.kind == Kind.STOP:
         channel.close()
         body = unpack_json(message.body)
-        exit.now(body["code"], f"serve.py: host {place.host_id}: {body['message']}")
+        exit.now(body["code"], last_line(f"host {place.host_id}", body["message"]))
     channel.set_timeout(None)
     return Worker(place, channel, exit)
+
+
+def last_line(name: str, message: str) -> str:
+    """What a worker prints at its end: the reason; without one it is the regular end."""
+    if not message:
+        return f"serve.py: {name} stops"
+    return f"serve.py: {name}: {message.removeprefix(f'{name}: ')}"
 
 
 def describe(error: Exception) -> str:

@@ -292,6 +292,14 @@ def _check_failure(group: Group, case: Case, codes: list[int], stream: Stream | 
         assert lost in stream.details, stream.details
 
 
+def write_model(folder: Path) -> None:
+    """Write a model whose steps compile fast, and whose experts divide by two and by three."""
+    from tests.tiny import write_tiny_checkpoint
+
+    layers = {"kda_layers": [1, 2], "full_attn_layers": [3]}
+    write_tiny_checkpoint(folder, num_hidden_layers=3, linear_attn_config=layers)
+
+
 def model_arguments(model: Path, cache: Path, mesh: str) -> tuple[str, ...]:
     """Options of a small server whose steps compile fast."""
     return (
@@ -303,8 +311,6 @@ def model_arguments(model: Path, cache: Path, mesh: str) -> tuple[str, ...]:
 
 def main() -> int:
     """Play all cases and print how long each took."""
-    from tests.tiny import write_tiny_checkpoint
-
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3])
@@ -313,7 +319,7 @@ def main() -> int:
     num_failed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_tiny_checkpoint(folder / "model")
+        write_model(folder / "model")
         print("| hosts | case | rounds | health no, s | stream ended, s | all gone, s |")
         print("|---|---|---|---|---|---|", flush=True)
         for num_hosts in args.hosts:

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from serving.processes.children import free_ports
+from serving.processes.leader import HostLostError
 from serving.rpc.protocol import Stub
 from tests import tiny
+from tests.fakes import fake_geometry
 from tests.server.groups import (
     CASES,
     END_S,
@@ -27,7 +29,9 @@ from tests.server.groups import (
     model_arguments,
     play,
     until,
+    write_model,
 )
+from tests.server.harness import SlowExecutor, fake_load, request, serving, status_of
 
 MODEL = tiny.DATA / "k3-tiny"
 ROUNDS = int(os.environ.get("K3JAX_TEST_ROUNDS", "10"))
@@ -46,11 +50,27 @@ def test_kf_h01_two_processes_answer_like_one_until_one_is_killed(tmp_path: Path
         play(group, Case(signal.SIGKILL, 1, "decode"))
 
 
+async def test_kf_h01_lost_host_ends_streams_and_health_though_the_engine_hangs():
+    executor = SlowExecutor(fake_geometry(page_tokens=64))
+    load = fake_load(executor, page_tokens=64, max_context_tokens=3000)
+    async with serving(load) as harness:
+        call = harness.stub.Generate(request(max_tokens=2900))
+        await harness.until(lambda: harness.counts().replicas[0].generated_tokens > 0)
+        executor.gate.clear()
+        harness.server.fail(HostLostError("host 1 is lost: it is silent for 5.0 s"))
+        status, text, _ = await status_of(call)
+        assert status == "UNAVAILABLE"
+        assert text == "host 1 is lost: it is silent for 5.0 s"
+        assert harness.lifecycle.phase == "failed"
+        with pytest.raises(HostLostError, match="host 1 is lost"):
+            await harness.running
+        executor.gate.set()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose steps compile fast, and whose heads and experts divide by three."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny.write_tiny_checkpoint(folder)
+    write_model(folder)
     return folder
 
 
@@ -98,7 +118,7 @@ def test_kf_h03_file_that_one_process_cannot_read_is_the_error_of_all(model: Pat
         codes = group.exit_codes(START_S)
     assert codes == [2, 2], group.all_text()
     assert group.last_line(0).startswith("serve.py: error: host 1: ")
-    assert group.last_line(1).startswith("serve.py: host 1: host 1: ")
+    assert group.last_line(1).startswith("serve.py: host 1: /")
     assert missing.name in group.last_line(0)
 
 
@@ -170,10 +190,11 @@ def test_supervisor_starts_the_group_again_and_it_serves(model: Path, tmp_path: 
         assert script.wait(END_S) == 0
         assert "starting again after exit code" in log.read_text()
     finally:
-        for child in children_of(script.pid):
-            os.kill(child, signal.SIGKILL)
-        script.kill()
-        script.wait()
+        if script.poll() is None:
+            for child in children_of(script.pid):
+                os.kill(child, signal.SIGKILL)
+            script.kill()
+            script.wait()
 
 
 def children_of(pid: int) -> list[int]:

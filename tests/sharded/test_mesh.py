@@ -84,12 +84,10 @@ def expected(packed: bool) -> dict[int, np.ndarray]:
     ("packed", "placing", "mesh"),
     [
         (True, [[0, 1]], {"tp": 8, "tail": "columns"}),
-        (False, [[1, 2]], {"tp": 2, "experts": "tp", "tail": "folded", "shard_tokens": "off"}),
         (False, [[0, 2], []], {"dp": 2, "tp": 4, "dispatch": "all_to_all"}),
-        (True, [[], [1], [0, 2], []], {"dp": 4, "tp": 2, "tail": "folded"}),
         (False, [[2], [], [1], [], [], [], [0], []], {"dp": 8, "dispatch": "ragged"}),
     ],
-    ids=["tp8", "tp2", "dp2xtp4", "dp4xtp2", "dp8"],
+    ids=["tp8", "dp2xtp4", "dp8"],
 )
 def test_logits_do_not_depend_on_the_mesh(
     packed: bool,
@@ -134,9 +132,8 @@ def test_a_mesh_that_does_not_divide_lists_every_problem() -> None:
         "max_context_tokens is beyond the model",
     ]
     assert found["vocab_size does not divide over the mesh"].endswith("expected a multiple of tp3")
-    assert (
-        "got 16; expected a multiple of dp2 x tp3 = 6, or"
-        in found["num_experts does not divide over the mesh"]
+    assert found["num_experts does not divide over the mesh"].endswith(
+        "got 16; expected a multiple of dp2 x tp3 = 6"
     )
 
 
@@ -145,10 +142,11 @@ def test_a_mesh_that_does_not_divide_lists_every_problem() -> None:
     [
         (ParallelConfig(dp=2, tp=8), True, None),
         (ParallelConfig(dp=16, tp=1), True, None),
-        (ParallelConfig(dp=4, tp=8), True, "got 16; expected a multiple of dp4 x tp8 = 32, or"),
+        (ParallelConfig(dp=4, tp=8), True, "got 16; expected a multiple of dp4 x tp8 = 32"),
+        (ParallelConfig(dp=4, tp=8), False, "a multiple of dp4 x tp8 = 32, or experts 'tp'"),
         (ParallelConfig(dp=4, tp=8, experts="tp"), False, None),
         (ParallelConfig(dp=3, experts="tp"), False, "got 32; expected a multiple of dp3 x tp1 = 3"),
-        (ParallelConfig(dp=2, experts="tp"), True, "got 32; expected a multiple of 32 x dp2 x tp1"),
+        (ParallelConfig(dp=2, experts="tp"), True, "of 32 x dp2 x tp1 = 64, or experts 'ep'"),
         (ParallelConfig(tp=8, tail="folded", shard_tokens="on"), True, None),
     ],
     ids=str,

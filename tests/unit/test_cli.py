@@ -19,7 +19,9 @@ from serving.options import Options, build_parser, parse_options
 from serving.page_table import PageGeometry
 from serving.page_table.policy import CachePolicy
 from serving.server import ServerError, StoppedWhileLoadingError
+from serving.setup import EMBEDDED_NAME
 from serving.tokenizer import TokenizerError
+from sharding.axes import ParallelConfig
 from tests.fakes import fake_geometry
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +75,8 @@ def test_sizes_have_units(text: str, size: int):
         ["--state-retention", "0"],
         ["--state-retention", "none"],
         ["--experts", "dp"],
+        ["--dispatch", "auto"],
+        ["--tail", "on"],
         ["--max-row", "3"],
         ["surplus"],
     ],
@@ -121,10 +125,18 @@ def test_prepare_reads_the_model_and_fills_in_what_was_left_open():
     assert setup.bundle is None
 
 
+def test_mesh_options_reach_the_model():
+    arguments = ["--mesh=dp2xtp2", "--dispatch=all_to_all", "--tail=columns", "--shard-tokens=off"]
+    setup = cli.prepare(parse_options(["--model", str(MODEL), *arguments]))
+    assert setup.parallel == ParallelConfig(
+        dp=2, tp=2, experts="ep", dispatch="all_to_all", tail="columns", shard_tokens="off"
+    )
+
+
 def test_prepare_generates_the_embedded_model_with_its_tokenizer(tmp_path: Path):
     setup = cli.prepare(parse_options([]))
     assert setup.folder.parent == tmp_path / "k3jax"
-    assert setup.info.name == cli.EMBEDDED_NAME
+    assert setup.info.name == EMBEDDED_NAME
     assert setup.bundle is not None
     assert setup.tokenizer is not None
     end = setup.tokenizer.control_tokens["<|end_of_msg|>"]
@@ -137,7 +149,6 @@ def test_prepare_generates_the_embedded_model_with_its_tokenizer(tmp_path: Path)
     ("arguments", "message"),
     [
         (["--mesh", "8"], "mesh is not understood: got '8'"),
-        (["--mesh", "dp2xtp2"], "dp is not supported yet: got dp2"),
         (["--mesh", "tp3"], "does not divide over the mesh"),
         (["--max-context", "1000000"], "max_context_tokens is beyond the model: got 1000000"),
         (["--max-rows", "2", "--max-prefill-rows", "3"], "max_prefill_rows is too large: got 3"),

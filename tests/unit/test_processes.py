@@ -17,6 +17,7 @@ import pytest
 from k3jax.buckets import Bucket
 from k3jax.config import ConfigError
 from serving.processes import channel as channels
+from serving.processes import leader as leaders
 from serving.processes.agreement import Hello, find_differences, gather_facts
 from serving.processes.channel import Channel, ChannelError, KeyRefusedError, Message
 from serving.processes.children import free_ports
@@ -37,7 +38,9 @@ from serving.processes.place import (
     first_host,
     resolve,
 )
+from serving.processes.relay import start_relay
 from serving.processes.repeat import SharedModel, make_call
+from serving.processes.roles import GroupConfig, report_failure
 from serving.processes.watch import HostWatch, WatchLimits
 from serving.processes.worker import Worker, join_leader
 
@@ -360,6 +363,8 @@ class Ends:
 
     def exit(self) -> Exit:
         def leave(code: int) -> None:
+            if self.happened.is_set():
+                return
             self.codes.append(code)
             for worker in self.workers:  # the end of a process closes its connection
                 worker._channel.close()
@@ -479,7 +484,16 @@ def test_kf_h03_error_of_one_host_while_starting_is_the_error_of_all(group: Grou
     assert error.value.code == 2
     assert ends.happened.wait(DEADLINE_S)
     assert ends.codes == [2]
-    assert "serve.py: host 1: host 1: file is unreadable" in capfd.readouterr().err
+    assert "serve.py: host 1: file is unreadable" in capfd.readouterr().err
+
+
+def test_kf_h03_host_0_that_cannot_start_says_why_to_all_that_come(group: Group, capfd: Any):
+    _, ends = group.join()
+    config = GroupConfig(start_s=DEADLINE_S, step_s=1.0)
+    report_failure(group.place(0), config, b"key", (2, "model is missing"))
+    assert ends.happened.wait(DEADLINE_S)
+    assert ends.codes == [2]
+    assert "serve.py: host 1: host 0: model is missing" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("sequence", [0, 2])
@@ -496,7 +510,10 @@ def test_call_out_of_order_ends_the_group(group: Group, sequence: int):
     )
 
 
-def test_kf_h01_end_of_a_connection_is_noticed_at_once(group: Group):
+def test_kf_h01_end_of_a_connection_is_noticed_at_once(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(leaders, "_EXIT_S", 0.2)
     workers, _ = group.join()
     group.leader.gather(DEADLINE_S)
     until(lambda: workers)
@@ -546,3 +563,33 @@ def test_kf_h01_error_of_a_step_counts_only_if_no_host_is_lost(group: Group):
     caller.join(0.2)
     assert caller.is_alive()  # until the process ends
     assert len(outcomes) == 1
+
+
+def test_kf_h01_relay_carries_both_ways_and_hides_the_end_of_the_service():
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = start_relay(*door.getsockname())
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            service, _ = door.accept()
+            client.sendall(b"question")
+            assert service.recv(100) == b"question"
+            service.sendall(b"answer")
+            assert client.recv(100) == b"answer"
+            service.close()
+            client.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                client.recv(100)
+
+
+def test_relay_sends_clients_away_that_come_before_the_service():
+    (port,) = free_ports(1)
+    with socket.create_connection(("127.0.0.1", start_relay("127.0.0.1", port))) as client:
+        assert client.recv(100) == b""
+
+
+def test_relay_ends_the_connection_of_a_client_that_leaves():
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = start_relay(*door.getsockname())
+        with socket.create_connection(("127.0.0.1", port)):
+            service, _ = door.accept()
+        with service:
+            assert service.recv(100) == b""
