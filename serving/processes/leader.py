@@ -88,9 +88,7 @@ class Leader:
         """
         if self.place.is_alone:
             return
-        with contextlib.closing(
-            listen(address_of_door(self.place), self.place.control_port)
-        ) as door:
+        with contextlib.closing(open_door(self.place)) as door:
             refusal = self._receive_all(door, time.monotonic() + timeout_s)
         for host in self._hosts.values():
             threading.Thread(
