@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sharding.axes import ParallelConfig
+from sharding.axes import Experts, ParallelConfig
 
 Dtype = Literal["bfloat16", "float32"]
 MXFP4_GROUP = 32  # weights that share a scale, along the input
@@ -241,23 +241,11 @@ def _check_mesh(cfg: ModelConfig, parallel: ParallelConfig) -> list[str]:
     ]
     if not cfg.moe_layers:
         return problems
-    ranks = f"dp{parallel.dp} x tp{parallel.tp} = {parallel.num_ranks}"
-    if parallel.experts == "ep" and cfg.num_experts % parallel.num_ranks:
-        problems.append(
-            f"num_experts does not divide over the mesh: got {cfg.num_experts}; expected a "
-            f"multiple of {ranks}, or experts 'tp'"
-        )
-    width, group = cfg.moe_intermediate_size, MXFP4_GROUP * parallel.num_ranks
-    if parallel.experts == "tp" and width % parallel.num_ranks:
-        problems.append(
-            f"moe_intermediate_size does not divide over the mesh: got {width}; expected a "
-            f"multiple of {ranks}, or experts 'ep'"
-        )
-    elif parallel.experts == "tp" and cfg.expert_format == "mxfp4" and width % group:
-        problems.append(
-            f"moe_intermediate_size does not divide into MXFP4 groups on every rank: got {width}; "
-            f"expected a multiple of {MXFP4_GROUP} x {ranks}, or experts 'ep'"
-        )
+    problem = _check_experts(cfg, parallel)
+    if problem is not None:
+        other: Experts = "tp" if parallel.experts == "ep" else "ep"
+        fits = _check_experts(cfg, dataclasses.replace(parallel, experts=other)) is None
+        problems.append(f"{problem}, or experts {other!r}" if fits else problem)
     splits_columns = cfg.has_latent_moe and parallel.tail in ("columns", "folded")
     if splits_columns and cfg.hidden_size % parallel.tp:
         problems.append(
@@ -265,6 +253,30 @@ def _check_mesh(cfg: ModelConfig, parallel: ParallelConfig) -> list[str]:
             f"multiple of tp{parallel.tp}, or tail 'all_reduce'"
         )
     return problems
+
+
+def _check_experts(cfg: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Why the experts do not divide over the mesh, whole or inside."""
+    num_ranks, ranks = parallel.num_ranks, f"dp{parallel.dp} x tp{parallel.tp}"
+    if parallel.experts == "ep":
+        if cfg.num_experts % num_ranks:
+            return (
+                f"num_experts does not divide over the mesh: got {cfg.num_experts}; expected a "
+                f"multiple of {ranks} = {num_ranks}"
+            )
+        return None
+    width, group = cfg.moe_intermediate_size, MXFP4_GROUP * num_ranks
+    if width % num_ranks:
+        return (
+            f"moe_intermediate_size does not divide over the mesh: got {width}; expected a "
+            f"multiple of {ranks} = {num_ranks}"
+        )
+    if cfg.expert_format == "mxfp4" and width % group:
+        return (
+            f"moe_intermediate_size does not divide into MXFP4 groups on every rank: got {width}; "
+            f"expected a multiple of {MXFP4_GROUP} x {ranks} = {group}"
+        )
+    return None
 
 
 def _check_sharded_tokens(parallel: ParallelConfig, engine: EngineConfig) -> list[str]:

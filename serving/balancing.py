@@ -3,7 +3,7 @@
 A new request goes where it brings the least work to wait for, counting what the replica's prefix
 cache spares it; but it does not queue while another replica has a free row. A request that never
 ran moves on when it is stuck and another replica could start it. One that ran stays: its pages are
-there.
+there. A request that names its replica goes and stays there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence, Set
 
 from serving import page_table, scheduler
 from serving.page_table import KeyChain
+from serving.request import Request
 from serving.scheduler import Limits, SchedulerState, Waiting
 
 # Tokens of prefill that an open request counts for, since it takes part in many decoding steps.
@@ -19,13 +20,15 @@ _REQUEST_TOKENS = 128
 
 
 def choose(
-    states: Sequence[SchedulerState], limits: Limits, chain: KeyChain, num_tokens: int
+    states: Sequence[SchedulerState], limits: Limits, chain: KeyChain, request: Request
 ) -> tuple[int, int]:
-    """The replica for a new request of `num_tokens`, and how many of them it need not compute."""
+    """The replica for a new request, and how many of its tokens need not be computed there."""
     numbers = [
         number for number, state in enumerate(states) if scheduler.has_free_row(state, limits)
     ]
-    return _cheapest(states, numbers or range(len(states)), chain, num_tokens)
+    if request.replica is not None:
+        numbers = [request.replica]
+    return _cheapest(states, numbers or range(len(states)), chain, len(request.prompt))
 
 
 def rebalance(
@@ -94,9 +97,11 @@ def _backlog(state: SchedulerState) -> int:
 def _stuck(
     state: SchedulerState, limits: Limits, paused: Set[str], queue: Sequence[Waiting]
 ) -> list[Waiting]:
-    """Requests that never ran and could not be admitted now, though it were their turn."""
+    """Requests that may move, and could not be admitted now, though it were their turn."""
     stuck = queue[_num_fitting(state, limits, paused, queue) :]
-    return [entry for entry in stuck if entry.cached_tokens is None]
+    return [
+        entry for entry in stuck if entry.cached_tokens is None and entry.request.replica is None
+    ]
 
 
 def _takes(state: SchedulerState, limits: Limits, paused: Set[str], entry: Waiting) -> bool:

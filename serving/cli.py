@@ -103,7 +103,7 @@ def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = Non
         max_waiting_tokens=options.max_waiting_tokens,
     )
     table = empty_table(loaded.geometry, num_pages, setup.policy)
-    say(report(loaded.geometry, num_pages))
+    say(report(loaded.geometry, num_pages, num_replicas=setup.parallel.dp))
     model, buckets = _compile(loaded, num_pages, leader.barrier if leader else _alone)
     if leader is None:
         executor = Executor(model)

@@ -45,14 +45,21 @@ def submit(
     """Put a request that passed `check_request` in the queue of one replica.
 
     Raises:
-      RequestError: see `scheduler.submit`. The queue is full when the requests that wait for a row
+      RequestError: INVALID_ARGUMENT, the request names a replica that does not exist; for others
+        see `scheduler.submit`. The queue is full when the requests that wait for a row
         anywhere are too many; while any replica has a free row, it is not.
     """
+    if request.replica is not None and not 0 <= request.replica < len(replicas):
+        raise RequestError(
+            "INVALID_ARGUMENT",
+            f"data_parallel_rank is out of range: got {request.replica}; expected "
+            f"0..{len(replicas) - 1}",
+        )
     scheduler.check_queue(replicas, limits, request)
     chain = chain or scheduler.chain_of_prompt(replicas[0].table, request)
     number, hit_tokens = 0, 0
     if len(replicas) > 1:
-        number, hit_tokens = balancing.choose(replicas, limits, chain, len(request.prompt))
+        number, hit_tokens = balancing.choose(replicas, limits, chain, request)
     state = scheduler.enqueue(replicas[number], request, chain, hit_tokens=hit_tokens)
     return (*replicas[:number], state, *replicas[number + 1 :])
 

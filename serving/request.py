@@ -95,6 +95,7 @@ class Request:
       eos_token_ids: the model's end ids; `sampling.ignore_eos` suppresses them.
       cache_salt: requests reuse each other's prefixes only if their salts are equal.
       priority: smaller is more important; ignored unless the scheduler goes by priority.
+      replica: number of the attention replica that has to serve it; None lets the server choose.
     """
 
     request_id: str
@@ -103,6 +104,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     cache_salt: str = ""
     priority: int = 0
+    replica: int | None = None
 
     def __post_init__(self) -> None:
         if not self.request_id:

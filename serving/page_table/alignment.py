@@ -188,8 +188,9 @@ def pages_in(geometry: PageGeometry, pool_bytes: int) -> int:
     return pool_bytes // geometry.slab_bytes
 
 
-def report(geometry: PageGeometry, num_pages: int) -> str:
-    """The memory plan of the pool for people, several lines; bytes are those of one rank."""
+def report(geometry: PageGeometry, num_pages: int, *, num_replicas: int = 1) -> str:
+    """The memory plan of the pool for people, several lines; bytes are those of one rank, pages
+    those of one replica."""
     held = capacity(geometry, num_pages)
     lines = [
         f"page: {geometry.page_tokens:,} tokens x {geometry.token_bytes:,} B = "
@@ -202,8 +203,9 @@ def report(geometry: PageGeometry, num_pages: int) -> str:
             f"request, which leave {geometry.unused_state_positions} of "
             f"{geometry.num_state_pages * geometry.num_positions} layer positions unused"
         )
+    each = f" of each of {num_replicas} replicas" if num_replicas > 1 else ""
     lines.append(
-        f"pool: {num_pages:,} pages (one is the null page) = {held.total_bytes:,} B; "
+        f"pool{each}: {num_pages:,} pages (one is the null page) = {held.total_bytes:,} B; "
         f"holds {held.tokens:,} tokens of one request, or {held.requests:,} requests of up to "
         f"{geometry.page_tokens:,} tokens"
     )

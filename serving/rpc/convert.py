@@ -53,7 +53,7 @@ GENERATE_FIELDS: Mapping[str, Rule] = {
     "mm_inputs": Refused(),
     "extra_mm_inputs": Refused(),
     "media_refs": Refused(),
-    "data_parallel_rank": Refused(neutral=(0,)),  # there is one rank, number 0
+    "data_parallel_rank": Honoured(),
 }
 TOKENIZED_FIELDS: Mapping[str, Rule] = {
     "input_ids": Honoured(),

@@ -303,6 +303,9 @@ class EngineService(protocol.Servicer):
                 draw_seed=self._draw_seed,
             ),
             eos_token_ids=self._info.eos_token_ids,
+            replica=(
+                request.data_parallel_rank if request.HasField("data_parallel_rank") else None
+            ),
         )
 
     async def _submit(self, served: Served, call: _Call, request: Request) -> None:

@@ -50,7 +50,6 @@ UNSUPPORTED_FIELDS: dict[str, Any] = {
     "mm_inputs": messages.MultimodalInputs(),
     "extra_mm_inputs": [messages.MultimodalInputs()],
     "media_refs": messages.MediaRefs(),
-    "data_parallel_rank": 1,
 }
 
 
@@ -114,6 +113,9 @@ CASES: dict[str, tuple[Callable[[], messages.GenerateRequest], str, tuple[str, .
         lambda: request(stop_token_ids=[VOCAB_SIZE]),
         "INVALID_ARGUMENT", ("stop_token_ids[0]", str(VOCAB_SIZE)),
     ),
+    "rank that does not exist": (
+        lambda: changed(data_parallel_rank=1), "INVALID_ARGUMENT", ("data_parallel_rank", "0..0"),
+    ),
     "request_id too long": (
         lambda: request("i" * 513), "INVALID_ARGUMENT", ("request_id", "513", "512"),
     ),
@@ -151,7 +153,6 @@ async def test_bad_request_gets_its_status_and_leaves_nothing(case: str, stream:
 async def test_values_that_ask_for_nothing_are_accepted():
     neutral = {"n": 1, "repetition_penalty": 1.0, "min_p": -0.0, "skip_special_tokens": True}
     message = request(**neutral, spaces_between_special_tokens=True, json_object=False)
-    message.data_parallel_rank = 0
     message.tokenized.original_text = "whatever"
     async with serving() as harness:
         answer = await collect(harness.stub.Generate(message))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -115,6 +117,28 @@ def test_tokens_in_the_queues_are_counted_together():
         driver.submit(fake_request(name, range(30)))
     with pytest.raises(RequestError, match="got 60 waiting tokens and a prompt of 5"):
         driver.submit(fake_request("e", range(5)))
+
+
+def test_a_request_goes_to_the_replica_that_it_names_and_stays():
+    driver = make_replicas(2, max_rows=1, max_prefill_rows=1)
+    driver.submit(fake_request("long", (7,), max_tokens=9))
+    pinned = dataclasses.replace(fake_request("pinned", (1, 2), max_tokens=2), replica=0)
+    assert driver.submit(pinned) == 0
+    for _ in range(4):
+        driver.step()
+        assert driver.place_of("pinned") == 0
+    assert not driver.replicas[1].running
+    driver.finish()
+    assert driver.tokens("pinned") == solo_tokens(pinned)
+
+
+@pytest.mark.parametrize("replica", [-1, 2])
+def test_a_replica_that_does_not_exist_is_refused(replica: int):
+    driver = make_replicas(2)
+    before = driver.replicas
+    with pytest.raises(RequestError, match=rf"got {replica}; expected 0\.\.1"):
+        driver.submit(dataclasses.replace(fake_request(), replica=replica))
+    assert driver.replicas == before
 
 
 # ---- moving on ------------------------------------------------------------------------------
