@@ -9,11 +9,11 @@ from jaxtyping import Array, Float, UInt16
 from k3jax.config import ModelConfig
 from k3jax.inputs import EXPORT_TOKENS
 from k3jax.layers import Weights, linear, linear_f32, rms_norm
-from k3jax.pool import PoolLayout, read_states, write_states
+from k3jax.pool import PoolLayout
 from k3jax.step_meta import StepMeta
-from pallas_kernels.kda import kda_decode, kda_prefill
+from pallas_kernels.kda import kda_decode_paged, kda_prefill, read_states, write_states
 from pallas_kernels.numerics import contract, round_to, sigmoid_f32
-from pallas_kernels.short_conv import short_conv, short_conv_step
+from pallas_kernels.short_conv import short_conv
 
 
 def kda_attention(
@@ -40,43 +40,48 @@ def kda_attention(
       new states.
     """
     num_tokens = x.shape[0]
-    _, _, heads, dim = layout.conv_shape
+    kept, _, heads, dim = layout.conv_shape
     w = {name: stack[layer] for name, stack in weights.items()}
-    conv_S, state_S, pool = read_states(
-        layout, pool, meta.state_source[:, group], meta.computed == 0, position=position
-    )
+    # A row without computed tokens starts from zeros whatever its page holds (KF-C02).
+    source = jnp.where(meta.computed == 0, 0, meta.state_source[:, group])
+    target = meta.state_target[:, group]
     with jax.named_scope("kda/project"):
-        qkv = round_to(contract("th,sch->tsc", x, w["qkv"]), x.dtype).reshape(num_tokens, -1)
+        qkv = round_to(contract("th,sch->tsc", x, w["qkv"]), x.dtype)
         f = linear(linear(x, w["f_a"]), w["f_b"]).reshape(num_tokens, heads, dim)
         b = linear(x, w["b"])
         gate = linear(linear(x, w["g_a"]), w["g_b"]) if "g_a" in w else linear(x, w["g"])
-    taps = w["conv"].reshape(-1, cfg.conv_width)
-    history = conv_S.reshape(conv_S.shape[0], conv_S.shape[1], -1)
-    dt_bias = w["dt_bias"].reshape(heads, dim)
-    with jax.named_scope("kda/conv"):
-        if meta.kind == "decode":
-            qkv, *histories = short_conv_step(qkv, taps, history)
-        else:
-            rows = (meta.row_offsets, meta.export_tokens)
-            qkv, *histories = short_conv(qkv, taps, history, *rows)
-    q, k, v = (part[:, 0] for part in jnp.split(qkv.reshape(num_tokens, 3, heads, dim), 3, axis=1))
-    with jax.named_scope("kda/delta"):
-        if meta.kind == "decode":
-            o, *states = kda_decode(
-                q, k, v, f, b, w["A_log"], dt_bias, state_S, lower_bound=cfg.gate_lower_bound
-            )
-        else:
+        gate = gate.reshape(num_tokens, heads, dim)
+    taps, dt_bias = w["conv"], w["dt_bias"].reshape(heads, dim)
+    if meta.kind == "decode":
+        with jax.named_scope("kda"):
+            y, pool = kda_decode_paged(
+                qkv.reshape(num_tokens, 3, heads, dim), f, b, gate,
+                taps.reshape(3, heads, dim, -1), w["A_log"], dt_bias, w["o_norm"],
+                pool, source, target,
+                position=position, lower_bound=cfg.gate_lower_bound, eps=cfg.rms_norm_eps,
+            )  # fmt: skip
+    else:
+        window, state, pool = read_states(
+            pool, source, layout.conv_shape, x.dtype, position=position
+        )
+        with jax.named_scope("kda/conv"):
+            qkv, *windows = short_conv(
+                qkv.reshape(num_tokens, -1), taps.reshape(-1, kept + 1),
+                window.reshape(window.shape[0], kept, -1), meta.row_offsets, meta.export_tokens,
+            )  # fmt: skip
+            q, k, v = jnp.unstack(qkv.reshape(num_tokens, 3, heads, dim), axis=1)
+        with jax.named_scope("kda/delta"):
             o, *states = kda_prefill(
-                q, k, v, f, b, w["A_log"], dt_bias, state_S, meta.row_offsets, meta.export_tokens,
+                q, k, v, f, b, w["A_log"], dt_bias, state, meta.row_offsets, meta.export_tokens,
                 lower_bound=cfg.gate_lower_bound, chunk=EXPORT_TOKENS,
             )  # fmt: skip
-    # The states after the rows; from prefill, the exported ones as well.
-    targets = (meta.state_target, meta.export_pages)[: len(states)]
-    for pages, history, state_S in zip(targets, histories, states, strict=True):
-        conv_S = history.reshape(conv_S.shape)
-        pool = write_states(layout, pool, pages[:, group], conv_S, state_S, position=position)
+        # The states after the rows and the exported ones.
+        pages = (target, meta.export_pages[:, group])
+        for page, window_after, state_after in zip(pages, windows, states, strict=True):
+            window = window_after.reshape(window.shape)
+            pool = write_states(pool, page, window, state_after, position=position)
+        with jax.named_scope("kda/output"):
+            normed = rms_norm(o.astype(jnp.float32), w["o_norm"], cfg.rms_norm_eps)
+            y = round_to(normed * sigmoid_f32(gate), x.dtype)
     with jax.named_scope("kda/output"):
-        normed = rms_norm(o.astype(jnp.float32), w["o_norm"], cfg.rms_norm_eps)
-        gate = sigmoid_f32(gate).reshape(num_tokens, heads, dim)
-        y = round_to(normed * gate, x.dtype).reshape(num_tokens, -1)
-        return linear_f32(y, w["o"]), pool
+        return linear_f32(y.reshape(num_tokens, -1), w["o"]), pool

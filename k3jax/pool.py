@@ -4,8 +4,7 @@
 Inside `shard_map` a rank sees its own `[Z, P, W, words]`.
 
 * MLA view: entry `w` of page `p` at position `z` is `pool[z, p, w]`.
-* KDA view: the page's words in order are the convolution window `[Xh, 3, N, D]`, the recurrent
-  state `[N, Dv, Dk]` (value-major, float32), and padding.
+* KDA view: one state, laid out as `pallas_kernels.kda.pages` says.
 
 Words are 16-bit so that no float type can change a bit pattern on the way; a float32 is its high
 and its low half in two planes. Page 0 is the null page: it is never written and nobody reads it as
@@ -20,11 +19,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32, UInt16
+from jaxtyping import Array, Int32, UInt16
 
 from k3jax.cache_spec import CacheSpec
 from k3jax.config import DTYPE_BYTES, CacheConfig, Dtype, ModelConfig
-from pallas_kernels.words import from_words, to_words
 
 WORD_BYTES = 2
 
@@ -92,57 +90,6 @@ def pool_layout(
     return layout
 
 
-def read_states(
-    layout: PoolLayout,
-    pool: UInt16[Array, "Z P W words"],
-    pages: Int32[Array, " S"],
-    fresh: Array,
-    *,
-    position: int,
-) -> tuple[Float[Array, "S Xh 3 N D"], Float32[Array, "S N Dv Dk"], UInt16[Array, "Z P W words"]]:
-    """Convolution windows and recurrent states of some rows, and the pool to write them back to.
-
-    Args:
-      pages: the rows' state pages.
-      fresh: bool `[S]`; a row without computed tokens starts from zeros whatever its page holds
-        (KF-C02).
-    """
-    num_rows, split = pages.shape[0], layout.conv_words
-    flat = pool.reshape(layout.num_positions, layout.num_pages, -1)
-    # Without the barrier a fusion could read the pages again after they were written, and XLA would
-    # keep a copy of the whole pool for it.
-    words, pool = lax.optimization_barrier((flat[position, pages], pool))
-    words = jnp.where(fresh[:, None], jnp.zeros_like(words), words)
-    conv = from_words(words[:, :split], jnp.dtype(layout.dtype))
-    state = from_words(words[:, split : split + layout.state_words], jnp.dtype("float32"))
-    return (
-        conv.reshape(num_rows, *layout.conv_shape),
-        state.reshape(num_rows, *layout.state_shape),
-        pool,
-    )
-
-
-def write_states(
-    layout: PoolLayout,
-    pool: UInt16[Array, "Z P W words"],
-    pages: Int32[Array, " S"],
-    conv: Float[Array, "S Xh 3 N D"],
-    state: Float32[Array, "S N Dv Dk"],
-    *,
-    position: int,
-) -> UInt16[Array, "Z P W words"]:
-    """Store the states of some rows; rows whose page is the null page are dropped."""
-    num_rows = pages.shape[0]
-    parts = ((conv, layout.dtype), (state, "float32"))
-    words = jnp.concatenate(
-        [to_words(part.reshape(num_rows, -1), jnp.dtype(dtype)) for part, dtype in parts], axis=1
-    )
-    target = jnp.where(pages == 0, layout.num_pages, pages)
-    flat = pool.reshape(layout.num_positions, layout.num_pages, -1)
-    flat = flat.at[position, target, : words.shape[1]].set(words, mode="drop")
-    return flat.reshape(layout.shape)
-
-
 def clear_pages(
     pool: UInt16[Array, "Z P W words"], pages: Int32[Array, " K"]
 ) -> UInt16[Array, "Z P W words"]:
@@ -168,7 +115,8 @@ def copy_pages(
     target_KW = jnp.where(offset_1W < tokens_K[:, None], targets_K[:, None], num_pages)
 
     def copy_position(position: Int32[Array, ""], pool: Array) -> Array:
-        # Without the barrier the pages could be read while they are written (see `read_states`).
+        # Without the barrier the pages could be read while they are written, as in
+        # `pallas_kernels.kda.pages`.
         pages_KWw, pool = lax.optimization_barrier(
             (pool.at[position, sources_K].get(mode="clip"), pool)
         )

@@ -3,6 +3,7 @@
 from pallas_kernels.attn_res.api import ATTN_RES_MIX
 from pallas_kernels.dispatch import Op
 from pallas_kernels.kda.api import KDA_DECODE, KDA_PREFILL
+from pallas_kernels.kda.paged import KDA_DECODE_PAGED
 from pallas_kernels.mla.api import MLA_DECODE, MLA_PREFILL, MLA_WRITE
 from pallas_kernels.moe.api import MOE_EXPERTS
 from pallas_kernels.router.api import ROUTE
@@ -14,6 +15,7 @@ OPS: tuple[Op, ...] = (
     SHORT_CONV_STEP,
     KDA_PREFILL,
     KDA_DECODE,
+    KDA_DECODE_PAGED,
     MLA_WRITE,
     MLA_DECODE,
     MLA_PREFILL,

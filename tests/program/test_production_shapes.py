@@ -16,6 +16,7 @@ from k3jax.model import abstract_params
 from k3jax.params import a_log_stored
 from k3jax.pool import pool_layout
 from k3jax.step import Program, serving_step
+from pallas_kernels.kda import mosaic_decode
 from serving.page_table.alignment import align
 from sharding.axes import DP, TP, ParallelConfig
 from tests import tiny
@@ -46,7 +47,8 @@ def test_page_sizes_with_bfloat16_latents(tp: int, num_drafts: int, page_tokens:
     assert align(spec).page_tokens == page_tokens
 
 
-def test_decode_step_of_a_tp16_rank_lowers() -> None:
+def test_decode_step_of_a_tp16_rank_lowers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_decode, "require_hopper", lambda: None)
     parallel = ParallelConfig(tp=16)
     engine = EngineConfig(max_rows=8, max_context_tokens=65536)
     validate(CFG, parallel, engine)
@@ -66,3 +68,6 @@ def test_decode_step_of_a_tp16_rank_lowers() -> None:
     # One reduction after attention and at least one after the feed-forward network.
     assert text.count("stablehlo.all_reduce") >= 2 * CFG.num_layers
     assert "f64>" not in text
+    # All KDA layers share one kernel.
+    assert text.count("call @launch") == len(CFG.kda_layers)
+    assert text.count("custom_call @mosaic_gpu") == 1
