@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,13 @@ from sharding.axes import ParallelConfig
 
 def activation(cfg: ModelConfig) -> Callable[[Array, Array], Array]:
     """The gated activation of every feed-forward network of the model."""
-    if cfg.situ_beta is None:
-        return swiglu
-    return partial(situ_glu, beta=cfg.situ_beta, linear_beta=cfg.situ_linear_beta)
+    return swiglu if cfg.situ_beta is None else _situ(cfg.situ_beta, cfg.situ_linear_beta)
+
+
+@cache
+def _situ(beta: float, linear_beta: float | None) -> Callable[[Array, Array], Array]:
+    """One function for all layers: what is compiled with it is compiled once."""
+    return partial(situ_glu, beta=beta, linear_beta=linear_beta)
 
 
 def glu(

@@ -1,14 +1,14 @@
 """Choice of implementation: one table of names, one immutable `Op` per operator, one `run`.
 
 An implementation refuses arguments that it cannot take by raising `NotImplementedError(reason)`
-while it is traced. `implementation=None` takes the first of `AUTOMATIC_ORDER` that is registered
-and does not refuse.
+while it is traced. `implementation=None` takes the first of `AUTOMATIC_ORDER` that is registered,
+is not `Op.unproven` for the arguments, and does not refuse.
 """
 
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 IMPLEMENTATIONS = ("reference", "xla", "mosaic", "triton")
@@ -21,12 +21,17 @@ _log = logging.getLogger(__name__)
 class Op:
     """An operator: its public name and its implementations, all of one signature.
 
+    `unproven` has functions of the same signature, for some implementations. One returns why an
+    automatic choice passes its implementation over: nothing shows that it is faster. A call by name
+    does not ask.
+
     Raises:
       ValueError: an implementation has a name outside `IMPLEMENTATIONS`.
     """
 
     name: str
     implementations: Mapping[str, Callable[..., Any]]
+    unproven: Mapping[str, Callable[..., str | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.implementations) - set(IMPLEMENTATIONS))
@@ -35,6 +40,10 @@ class Op:
                 f"{self.name}: implementation names are wrong: got {unknown}; "
                 f"expected names out of {IMPLEMENTATIONS}; add new names to that table"
             )
+
+    def passed_over(self, name: str, *args: Any, **kwargs: Any) -> str | None:
+        """Why an automatic choice does not take an implementation for these arguments."""
+        return self.unproven[name](*args, **kwargs) if name in self.unproven else None
 
 
 def run(op: Op, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +65,9 @@ def run(op: Op, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
     for name in AUTOMATIC_ORDER if implementation is None else (implementation,):
         if name not in op.implementations:
             refusals[name] = "not registered"
+            continue
+        if implementation is None and (reason := op.passed_over(name, *args, **kwargs)):
+            refusals[name] = reason
             continue
         try:
             result = op.implementations[name](*args, **kwargs)

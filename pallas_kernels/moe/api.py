@@ -13,12 +13,18 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.checks import bind_dims, check_activations, check_dtypes, wrong
 from pallas_kernels.dispatch import Op, run
-from pallas_kernels.moe import reference, xla
+from pallas_kernels.moe import mosaic_gpu, reference, xla
 from pallas_kernels.moe.mxfp4 import GROUP, PackedWeight
 from pallas_kernels.numerics import COMPUTE_DTYPES
 
 MOE_EXPERTS = Op(
-    name="moe_experts", implementations={"reference": reference.moe_experts, "xla": xla.moe_experts}
+    name="moe_experts",
+    implementations={
+        "reference": reference.moe_experts,
+        "xla": xla.moe_experts,
+        "mosaic": mosaic_gpu.moe_experts,
+    },
+    unproven={"mosaic": mosaic_gpu.unproven},
 )
 
 

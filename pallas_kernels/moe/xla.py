@@ -1,14 +1,10 @@
 """Routed experts in XLA: sort the assignments by expert, one scan over tiles of rows of one expert.
 
-The sorted assignments are a ragged batch whose rows are the experts, cut into row-aligned tiles.
-The tile count is static (the most that any routing needs, so nothing is dropped); tiles without
-work are skipped. A tile reads its expert's weights straight from the stack of all layers, and
-unpacks MXFP4 then.
+Tiles without work are skipped. A tile reads its expert's weights straight from the stack of all
+layers, and unpacks MXFP4 then. The combine gathers every token's results and adds them in the order
+of its choices: no atomics, so the result is deterministic and does not depend on the other tokens.
 
-The combine gathers every token's results and adds them in the order of its choices: no atomics, so
-the result is deterministic and does not depend on the other tokens.
-
-Dims: `TA` assignments (token, choice), `Bn` tiles, `Tb` rows of a tile.
+Dims: `Bn` tiles, `Tb` rows of a tile.
 """
 
 from collections.abc import Callable
@@ -19,9 +15,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.moe import schedule
 from pallas_kernels.moe.mxfp4 import PackedWeight, dequantize
 from pallas_kernels.numerics import contract, round_to
-from pallas_kernels.ragged import row_blocks, to_blocks
 
 SMALL_TILE, LARGE_TILE = 8, 64
 SMALL_TILE_MAX_ASSIGNMENTS = 1024
@@ -39,21 +35,12 @@ def moe_experts(
     activation: Callable[[Array, Array], Array],
 ) -> Float32[Array, "T L"]:
     """See `api.moe_experts`."""
-    num_experts = w2.shape[1]
-    num_choices, num_assignments = ids_TA.shape[1], ids_TA.size
+    num_experts, num_assignments = w2.shape[1], ids_TA.size
     tile_rows = SMALL_TILE if num_assignments <= SMALL_TILE_MAX_ASSIGNMENTS else LARGE_TILE
 
     with jax.named_scope("sort"):
-        expert_TA = ids_TA - first_expert
-        is_local_TA = (expert_TA >= 0) & (expert_TA < num_experts)
-        expert_flat = jnp.where(is_local_TA, expert_TA, num_experts).reshape(-1)
-        order = jnp.argsort(expert_flat, stable=True).astype(jnp.int32)
-        first_of_expert = jnp.searchsorted(
-            expert_flat[order], jnp.arange(num_experts + 1, dtype=jnp.int32)
-        )
-        tiles = row_blocks(
-            first_of_expert.astype(jnp.int32), num_tokens=num_assignments, block=tile_rows
-        )
+        expert_TA = schedule.local_experts(ids_TA, first_expert, num_experts)
+        tiles = schedule.by_expert(expert_TA, num_experts=num_experts, tile_rows=tile_rows)
 
     def tile(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
         expert, token_Tb = inputs
@@ -71,21 +58,10 @@ def moe_experts(
 
     with jax.named_scope("tiles"):
         # A place without an assignment computes token 0 again; nothing reads the result.
-        token_BnTb = to_blocks(order // num_choices, tiles)
-        _, y_BnTbL = lax.scan(tile, None, (tiles.row_Bn, token_BnTb))
+        _, y_BnTbL = lax.scan(tile, None, (tiles.expert_Bn, tiles.token_BnTb))
 
     with jax.named_scope("combine"):
-        slot_TA = tiles.slot_T[jnp.argsort(order)].reshape(
-            ids_TA.shape
-        )  # out of range where not local
-        y_slots = y_BnTbL.reshape(-1, z_TL.shape[1])
-        y_TL = jnp.zeros(z_TL.shape, jnp.float32)
-        for choice in range(num_choices):
-            y_choice = y_slots.at[slot_TA[:, choice]].get(mode="fill", fill_value=0.0)
-            y_TL += (
-                jnp.where(is_local_TA[:, choice], weights_TA[:, choice], 0.0)[:, None] * y_choice
-            )
-    return y_TL
+        return schedule.combine(y_BnTbL, tiles.slot_TA, weights_TA)
 
 
 def _expert_matrix(

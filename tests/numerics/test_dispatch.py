@@ -32,6 +32,16 @@ def test_automatic_choice_prefers_kernels_and_passes_over_refusals():
     assert run(_op(xla=lambda: "xla", mosaic=_refuse), None) == "xla"
 
 
+def test_only_an_automatic_choice_passes_over_what_is_unproven():
+    op = Op(
+        name="test_op",
+        implementations={"xla": lambda x: ("xla", x), "mosaic": lambda x: ("mosaic", x)},
+        unproven={"mosaic": lambda x: "slow above 2" if x > 2 else None},
+    )
+    assert [run(op, None, x) for x in (2, 3)] == [("mosaic", 2), ("xla", 3)]
+    assert run(op, "mosaic", 3) == ("mosaic", 3)
+
+
 def test_named_choice_runs_exactly_that_implementation():
     op = _op(reference=lambda x: ("reference", x), xla=lambda x: ("xla", x))
     assert run(op, "reference", 3) == ("reference", 3)
