@@ -76,8 +76,8 @@ def choose_tail(parallel: ParallelConfig, hidden_size: int, num_tokens: int) -> 
     return "folded"
 
 
-# Two H200s, one process each (docs/meshes.md): below, the column forms lose more by their extra
-# work in small collectives than they save in the up-projection.
+# A guess until it is measured on several GPUs (docs/meshes.md): a step of few tokens reads the
+# up-projection's weights in less time than another operation takes to start, one of many computes.
 _FOLDED_FROM_TOKENS = 256
 
 
