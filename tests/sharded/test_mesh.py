@@ -85,7 +85,12 @@ def expected(packed: bool) -> dict[int, np.ndarray]:
     [
         (True, [[0, 1]], {"tp": 8, "tail": "columns"}),
         (False, [[0, 2], []], {"dp": 2, "tp": 4, "dispatch": "all_to_all"}),
-        (False, [[2], [], [1], [], [], [], [0], []], {"dp": 8, "dispatch": "ragged"}),
+        pytest.param(
+            False,
+            [[2], [], [1], [], [], [], [0], []],
+            {"dp": 8, "dispatch": "ragged"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["tp8", "dp2xtp4", "dp8"],
 )
