@@ -22,11 +22,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from host_bench.steps import K3_PAGES, VOCAB_SIZE
 
 from k3jax.config import EngineConfig
 from serving import scheduler
 from serving.packing import pack_plan
-from serving.page_table import PageGeometry, empty_table
+from serving.page_table import empty_table
 from serving.plan import StepPlan, StepResult
 from serving.processes import channel as channels
 from serving.processes.channel import Channel
@@ -36,18 +37,7 @@ from serving.request import Request, SamplingParams
 FORMS = ("packed", "events")
 WARM_UP = 20
 _KEY = b"bench"
-_VOCAB_SIZE = 50021
 _PREFILL_TOKENS = 4096
-# Kimi K3 on eight ranks with a bf16 latent (cache-semantics.md section 1).
-_K3 = PageGeometry(
-    page_tokens=768,
-    unit_tokens=128,
-    token_bytes=1152,
-    state_bytes=814080,
-    num_positions=24,
-    num_state_pages=3,
-    num_state_layers=69,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +61,13 @@ class Host:
             max_prefill_tokens=8192,
             max_prefill_rows=min(self._max_rows, 16),
         )
-        num_pages = 1 + (self._max_rows + 2) * (_K3.request_pages(8192) + 2 * _K3.num_state_pages)
-        self._limits = scheduler.make_limits(
-            engine, _K3, num_pages=num_pages, vocab_size=_VOCAB_SIZE
+        num_pages = 1 + (self._max_rows + 2) * (
+            K3_PAGES.request_pages(8192) + 2 * K3_PAGES.num_state_pages
         )
-        self._state = scheduler.initial_state(empty_table(_K3, num_pages), self._limits)
+        self._limits = scheduler.make_limits(
+            engine, K3_PAGES, num_pages=num_pages, vocab_size=VOCAB_SIZE
+        )
+        self._state = scheduler.initial_state(empty_table(K3_PAGES, num_pages), self._limits)
         self._before: StepPlan | None = None
         for number in range(case.rows):
             self.submit(number, np.full(700, 1 + number, np.int32))
@@ -95,7 +87,7 @@ class Host:
         """Plan and pack the next step, and commit the one before."""
         self._state, step = scheduler.plan(self._state, self._limits)
         assert step is not None
-        packed = pack_plan(step, _K3.num_state_pages, self._max_rows)
+        packed = pack_plan(step, K3_PAGES.num_state_pages, self._max_rows)
         if self._before is not None:
             self._commit(self._before)
         self._before = step

@@ -161,11 +161,6 @@ class GroupResult:
     expert_load: tuple[int, ...] = ()
 
 
-def group_of_one(plan: StepPlan) -> GroupPlan:
-    """A step of a server with a single replica."""
-    return GroupPlan(step_id=plan.step_id, bucket=plan.bucket, plans=(plan,))
-
-
 class Output(NamedTuple):
     """News of one request for its client.
 

@@ -73,6 +73,11 @@ def fake_limits(
     return dataclasses.replace(limits, **policies)
 
 
+def group_of_one(plan: StepPlan) -> GroupPlan:
+    """A step of a server with a single replica."""
+    return GroupPlan(step_id=plan.step_id, bucket=plan.bucket, plans=(plan,))
+
+
 def fake_request(
     request_id: str = "a",
     prompt: Iterable[int] = (1, 2, 3),

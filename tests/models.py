@@ -19,11 +19,12 @@ from k3jax.step import Program, scoring_step
 from serving.build import LoadedModel, load_model
 from serving.executor import Executor, Handle
 from serving.packing import pack_plan
-from serving.plan import RowPlan, StepPlan, StepResult, group_of_one
+from serving.plan import RowPlan, StepPlan, StepResult
 from serving.request import SamplingParams
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
 from tests import tiny
+from tests.fakes import group_of_one
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1)
 

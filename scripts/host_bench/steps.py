@@ -20,9 +20,9 @@ from serving.plan import StepPlan, StepResult
 from serving.request import Request, SamplingParams
 from serving.scheduler import Limits, SchedulerState
 
-_VOCAB_SIZE = 50021
+VOCAB_SIZE = 50021
 # Kimi K3 on eight ranks with a bf16 latent (cache-semantics.md section 1).
-_K3 = PageGeometry(
+K3_PAGES = PageGeometry(
     page_tokens=768,
     unit_tokens=128,
     token_bytes=1152,
@@ -47,7 +47,7 @@ def decoding(num_rows: int, num_steps: int, seed: int, now: Clock) -> Result:
         planned = now()
         assert step is not None
         assert before is not None
-        pack_plan(step, _K3.num_state_pages, num_rows)
+        pack_plan(step, K3_PAGES.num_state_pages, num_rows)
         packed = now()
         result = _any_result(before)
         committing = now()
@@ -63,7 +63,7 @@ def decoding(num_rows: int, num_steps: int, seed: int, now: Clock) -> Result:
     return Result(
         case=f"step/{num_rows}_rows",
         unit="us",
-        shapes={"rows": num_rows, "page_tokens": _K3.page_tokens, "steps": num_steps},
+        shapes={"rows": num_rows, "page_tokens": K3_PAGES.page_tokens, "steps": num_steps},
         samples={"ours": [sum(values) for values in zip(*times.values(), strict=True)]},
         parts=parts,
         bound=Bound("at most", 1000.0, "goal") if num_rows <= 256 else None,
@@ -80,19 +80,21 @@ def _decoding_state(num_rows: int, num_steps: int, seed: int) -> tuple[Scheduler
         max_prefill_rows=min(num_rows, 16),
     )
     longest = 8000
-    num_pages = 1 + num_rows * (_K3.request_pages(longest + num_steps) + 2 * _K3.num_state_pages)
-    limits = scheduler.make_limits(engine, _K3, num_pages=num_pages, vocab_size=_VOCAB_SIZE)
+    num_pages = 1 + num_rows * (
+        K3_PAGES.request_pages(longest + num_steps) + 2 * K3_PAGES.num_state_pages
+    )
+    limits = scheduler.make_limits(engine, K3_PAGES, num_pages=num_pages, vocab_size=VOCAB_SIZE)
     policy = cache_policy(
-        _K3,
+        K3_PAGES,
         is_enabled=True,
         hash_block_size=None,
         state_retention="semantic",
         keep_answer_end=True,
         export_tokens=EXPORT_TOKENS,
     )
-    state = scheduler.initial_state(empty_table(_K3, num_pages, policy), limits)
+    state = scheduler.initial_state(empty_table(K3_PAGES, num_pages, policy), limits)
     for number in range(num_rows):
-        prompt = tuple(rng.randrange(_VOCAB_SIZE) for _ in range(rng.randint(100, longest)))
+        prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(100, longest)))
         request = Request(
             request_id=f"r{number}",
             prompt=prompt,

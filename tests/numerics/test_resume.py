@@ -13,8 +13,9 @@ import pytest
 from k3jax.buckets import Bucket
 from k3jax.paged_model import PagedModel
 from serving.executor import Executor
-from serving.plan import PageCopy, RowPlan, StateExport, StepPlan, group_of_one
+from serving.plan import PageCopy, RowPlan, StateExport, StepPlan
 from tests import tiny
+from tests.fakes import group_of_one
 from tests.models import Row, open_model, program_of, relative_error
 
 PAGE = 40

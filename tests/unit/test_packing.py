@@ -8,8 +8,9 @@ import pytest
 from k3jax.buckets import Bucket
 from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, spans
 from serving.packing import pack_group, pack_plan
-from serving.plan import GroupPlan, RowPlan, StateExport, StepPlan, group_of_one
+from serving.plan import GroupPlan, RowPlan, StateExport, StepPlan
 from serving.request import SamplingParams
+from tests.fakes import group_of_one
 
 NUM_GROUPS = 2
 SCRATCH_SLOT = 9
