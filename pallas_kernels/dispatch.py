@@ -1,8 +1,8 @@
 """Choice of implementation: one table of names, one immutable `Op` per operator, one `run`.
 
 An implementation refuses arguments that it cannot take by raising `NotImplementedError(reason)`
-while it is traced. `implementation=None` takes the first of `AUTOMATIC_ORDER` that is registered,
-is not `Op.unproven` for the arguments, and does not refuse.
+while it is traced. `implementation=None` takes the first of `KernelSettings.order` that is
+registered, is not `Op.unproven` for the arguments, and does not refuse.
 """
 
 import functools
@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pallas_kernels import settings
+
 IMPLEMENTATIONS = ("reference", "xla", "mosaic", "triton")
-AUTOMATIC_ORDER = ("mosaic", "triton", "xla")
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def run(op: Op, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
             f"expected one of {sorted(op.implementations)} or None; pass None to choose"
         )
     refusals: dict[str, str] = {}
-    for name in AUTOMATIC_ORDER if implementation is None else (implementation,):
+    for name in settings.current().order if implementation is None else (implementation,):
         if name not in op.implementations:
             refusals[name] = "not registered"
             continue

@@ -25,8 +25,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if str(CHECKOUT) not in sys.path:
     sys.path.insert(0, str(CHECKOUT))
 
-from kernel_bench import kda, moe  # noqa: E402
 from kernel_bench.case import Case  # noqa: E402
+from kernel_bench.cases import all_cases  # noqa: E402
 from kernel_bench.measure import measure  # noqa: E402
 
 HEADER = (
@@ -37,7 +37,7 @@ HEADER = (
 
 def main() -> int:
     args = _parse_args()
-    cases = {case.name: case for case in (*moe.cases(), *kda.cases())}
+    cases = {case.name: case for case in all_cases()}
     if args.case is not None:
         for line in measure(cases[args.case]):
             print(json.dumps(line), flush=True)

@@ -1,0 +1,13 @@
+"""All cases of the benchmark: one module an operator."""
+
+from __future__ import annotations
+
+from kernel_bench import kda, moe
+from kernel_bench.case import Case
+
+MODULES = (moe, kda)
+
+
+def all_cases() -> list[Case]:
+    """Every case, in the order of the table."""
+    return [case for module in MODULES for case in module.cases()]
