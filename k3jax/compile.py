@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax import inputs
 from k3jax.buckets import Bucket
+from k3jax.config import ConfigError
 from k3jax.layers import param_dtype
 from k3jax.params import describe
 from k3jax.pool import abstract_pool
@@ -88,12 +89,19 @@ def compile_steps(
     Args:
       make_step: `serving_step` or `scoring_step`.
       on_compiled: told each bucket and the seconds it took, in the order of `buckets`.
+
+    Raises:
+      ConfigError: an operator has no implementation that takes a step, or the one asked for
+        refuses it.
     """
 
     def compile_one(bucket: Bucket) -> tuple[jax.stages.Compiled, float]:
         start = time.monotonic()
         arguments = abstract_arguments(program, mesh, bucket)
-        lowered = make_step(program, mesh, bucket).lower(*arguments)
+        try:
+            lowered = make_step(program, mesh, bucket).lower(*arguments)
+        except NotImplementedError as refusal:
+            raise ConfigError(f"kernels of the {bucket.kind} step: {refusal}") from refusal
         compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
         return compiled, time.monotonic() - start
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pallas_kernels.settings import AUTOMATIC, KernelSettings
 from sharding.axes import Experts, ParallelConfig
 
 Dtype = Literal["bfloat16", "float32"]
@@ -168,7 +169,7 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Budgets of the serving loop.
+    """Precision, budgets and kernels of the serving loop.
 
     Attributes:
       dtype: of activations, dense weights and the MLA cache. KDA state is always float32.
@@ -176,6 +177,7 @@ class EngineConfig:
       max_context_tokens: prompt plus output of one request.
       max_prefill_tokens: tokens of one prefill step.
       max_prefill_rows: requests that share one prefill step.
+      kernels: which implementations the operators take.
     """
 
     dtype: Dtype = "bfloat16"
@@ -183,6 +185,7 @@ class EngineConfig:
     max_context_tokens: int = 4096
     max_prefill_tokens: int = 256
     max_prefill_rows: int = 4
+    kernels: KernelSettings = AUTOMATIC
 
     def __post_init__(self) -> None:
         problems = []

@@ -28,6 +28,7 @@ from k3jax.params import describe
 from k3jax.pool import PoolLayout, clear_pages, copy_pages
 from k3jax.sampling import sample
 from k3jax.step_meta import StepMeta, last_token_of_row, step_meta
+from pallas_kernels.settings import AUTOMATIC, KernelSettings, using
 from sharding import collectives
 from sharding.axes import ParallelConfig
 from sharding.mesh import AnyMesh
@@ -44,6 +45,7 @@ class Program:
 
     Attributes:
       max_rows: entries of a replica's token buffer; one more is scratch, for rows not in use.
+      kernels: which implementations the operators take.
     """
 
     cfg: ModelConfig
@@ -51,6 +53,7 @@ class Program:
     layout: PoolLayout
     dtype: Dtype
     max_rows: int
+    kernels: KernelSettings = AUTOMATIC
 
     @property
     def num_recurrent_groups(self) -> int:
@@ -272,9 +275,13 @@ def _jit(
     def shardings(specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
-    step.__name__ = f"{bucket.kind}_step"  # the program's name in a profile
+    def traced(*args: Any) -> tuple[Array, ...]:
+        with using(program.kernels):
+            return step(*args)
+
+    traced.__name__ = f"{bucket.kind}_step"  # the program's name in a profile
     return jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False),
+        jax.shard_map(traced, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False),
         donate_argnums=(1, 2),
         in_shardings=shardings(in_specs),
         out_shardings=shardings(out_specs),

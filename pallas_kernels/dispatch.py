@@ -1,8 +1,9 @@
 """Choice of implementation: one table of names, one immutable `Op` per operator, one `run`.
 
 An implementation refuses arguments that it cannot take by raising `NotImplementedError(reason)`
-while it is traced. `implementation=None` takes the first of `KernelSettings.order` that is
-registered, is not `Op.unproven` for the arguments, and does not refuse.
+while it is traced. `implementation=None` takes that of `KernelSettings` if the operator has it, or
+else the first of `AUTOMATIC_ORDER` that is registered, is not `Op.unproven` for the arguments, and
+does not refuse.
 """
 
 import functools
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pallas_kernels import settings
+from pallas_kernels.settings import IMPLEMENTATIONS
 
-IMPLEMENTATIONS = ("reference", "xla", "mosaic", "triton")
+AUTOMATIC_ORDER = ("mosaic", "triton", "xla")
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Op:
 
 
 def run(op: Op, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-    """Call `op` with the named implementation, or with the first that supports the arguments.
+    """Call `op` with the named implementation, or with one that is chosen as the module says.
 
     Raises:
       ValueError: the name is unknown, or the operator has no implementation of that name.
@@ -62,8 +64,11 @@ def run(op: Op, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
             f"{op.name}: implementation is {kind}: got {implementation!r}; "
             f"expected one of {sorted(op.implementations)} or None; pass None to choose"
         )
+    preferred = settings.current().implementation
+    if implementation is None and preferred in op.implementations:
+        implementation = preferred
     refusals: dict[str, str] = {}
-    for name in settings.current().order if implementation is None else (implementation,):
+    for name in AUTOMATIC_ORDER if implementation is None else (implementation,):
         if name not in op.implementations:
             refusals[name] = "not registered"
             continue

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+IMPLEMENTATIONS = ("reference", "xla", "mosaic", "triton")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSettings:
@@ -12,17 +14,18 @@ class KernelSettings:
 
     | field | meaning |
     |---|---|
-    | `order` | implementations that an automatic choice tries, in order |
+    | `implementation` | taken by every operator that has it, unless a call names another: if it |
+    | | refuses, that is an error; None chooses automatically |
     | `pdl` | kernels for Hopper use programmatic dependent launch: a kernel starts while the one |
     | | before it still runs, loads weights and states, and waits for it only then |
     """
 
-    order: tuple[str, ...] = ("mosaic", "triton", "xla")
+    implementation: str | None = None
     pdl: bool = False
 
 
-_DEFAULT = KernelSettings()
-_current: ContextVar[KernelSettings] = ContextVar("kernel_settings", default=_DEFAULT)
+AUTOMATIC = KernelSettings()
+_current: ContextVar[KernelSettings] = ContextVar("kernel_settings", default=AUTOMATIC)
 
 
 def current() -> KernelSettings:

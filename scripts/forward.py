@@ -14,6 +14,7 @@ from typing import get_args
 import numpy as np
 
 from k3jax.config import EngineConfig
+from pallas_kernels.settings import IMPLEMENTATIONS, KernelSettings
 from sharding.axes import Dispatch, Experts, ParallelConfig, ShardTokens, Tail, parse_mesh
 from sharding.devices import prepare_devices
 
@@ -37,6 +38,9 @@ def main() -> int:
             default=default,
             help=f"see sharding.axes.ParallelConfig (default: {default})",
         )
+    parser.add_argument(
+        "--kernels", choices=("auto", *IMPLEMENTATIONS), default="auto", help="see serve.py"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--chunk", type=int, help="tokens of a prefill step (default: all)")
     parser.add_argument("--decode", type=int, default=0, help="last tokens, sent one at a time")
@@ -58,7 +62,11 @@ def main() -> int:
         from serving.score import score
 
         engine = EngineConfig(
-            dtype=args.dtype, max_rows=1, max_prefill_rows=1, max_context_tokens=max(1, tokens.size)
+            dtype=args.dtype,
+            max_rows=1,
+            max_prefill_rows=1,
+            max_context_tokens=max(1, tokens.size),
+            kernels=KernelSettings(implementation=None if args.kernels == "auto" else args.kernels),
         )
         loaded = load_model(args.model, engine, parallel, unit_tokens=16)
         logits = score(loaded, tokens, chunk=args.chunk, num_decode=args.decode)

@@ -51,6 +51,7 @@ class LoadedModel:
             ),
             dtype=self.engine.dtype,
             max_rows=self.engine.max_rows,
+            kernels=self.engine.kernels,
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 from k3jax.config import Dtype
+from pallas_kernels.settings import IMPLEMENTATIONS
 from serving.cache_options import DEFAULT_UNIT_TOKENS, Retention, parse_retention
 from serving.option_types import byte_size, number
 from sharding.axes import Dispatch, ShardTokens, Tail
@@ -38,6 +39,8 @@ class Options:
     model: Path | None
     served_model_name: str | None
     dtype: Dtype
+    kernels: str
+    pdl: Switch
     cache_dir: Path | None
     weight_cache: Path | None
     compile_cache: Path | None
@@ -124,6 +127,20 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float32"),
         default="bfloat16",
         help="of activations, dense weights and the MLA cache (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kernels",
+        choices=("auto", *IMPLEMENTATIONS),
+        default="auto",
+        help="auto takes for each operator the fastest implementation known for the device and "
+        "logs it; a name takes that one for every operator that has it, and refuses to start where "
+        "it cannot be used (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pdl",
+        choices=("on", "off"),
+        default="off",
+        help="let kernels for Hopper start while the one before still runs (default: %(default)s)",
     )
     group.add_argument(
         "--cache-dir",

@@ -13,6 +13,7 @@ from pathlib import Path
 from k3jax.cache_spec import cache_spec
 from k3jax.config import ConfigError, EngineConfig, ModelConfig, validate
 from k3jax.inputs import EXPORT_TOKENS
+from pallas_kernels.settings import KernelSettings
 from serving.cache_options import cache_policy
 from serving.options import Options, default_cache_dir
 from serving.page_table import align
@@ -115,6 +116,10 @@ def prepare(options: Options) -> Setup:
         or min(model.max_position_tokens, _DEFAULT_CONTEXT_TOKENS),
         max_prefill_tokens=options.max_prefill_tokens,
         max_prefill_rows=options.max_prefill_rows or min(4, options.max_rows),
+        kernels=KernelSettings(
+            implementation=None if options.kernels == "auto" else options.kernels,
+            pdl=options.pdl == "on",
+        ),
     )
     parallel = ParallelConfig(
         dp=sizes["dp"],

@@ -36,7 +36,7 @@ def attn_res_mix(
         be stacked.
       norm_weight_H, proj_weight_H: gain of the norm and scoring vector, float32 or bfloat16.
       eps: of the norm.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
       The mix in the dtype of the sources; a single source comes back unchanged.

@@ -63,7 +63,7 @@ def kda_prefill(
         `chunk` and less than the row's length, or 0.
       lower_bound: least log decay of the bounded gate, negative; None selects the softplus gate.
       chunk: tokens a chunk, counted from each row's start; a power of two.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
       Outputs in the compute dtype, zero for padding tokens; the state after each row, an empty row

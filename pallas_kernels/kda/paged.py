@@ -58,7 +58,7 @@ def kda_decode_paged(
       source_S: page of each row's state before the token; 0 for a row that starts from zeros.
       target_S: page of the state after it, which no other row names; 0 for a row not in use.
       lower_bound: as in `kda_prefill`. eps: of the output norm.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
       The input of the output projection, in the compute dtype, zero for a row not in use; and the

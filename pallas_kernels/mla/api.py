@@ -57,7 +57,7 @@ def mla_write(
       pages_T: page of each token; P or more drops the token (padding).
       offsets_T: place inside the page, below W.
       position: layer position, static.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
       The pool with those entries overwritten. Two tokens must not name the same place.
@@ -117,7 +117,7 @@ def mla_decode(
       latent: how many leading numbers of an entry are the value.
       dtype: what the pool stores, bfloat16 or float32.
       scale: multiplies the scores.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
       z [S, N, latent] in the compute dtype; zero for padding rows.

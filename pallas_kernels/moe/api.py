@@ -54,7 +54,7 @@ def moe_experts(
         out of it.
       first_expert: global id of the first expert held here; may be traced.
       activation: (gate, up) -> activation; called with float32, returns float32.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
       y_TL in float32, the part of the local experts; zero for tokens without any. No token is

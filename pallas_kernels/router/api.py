@@ -38,7 +38,7 @@ def route(
       topk_groups: groups that stay eligible.
       renormalize: divide the weights by their sum; has no effect when `top_k` is 1.
       scaling: factor of all weights.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
       Expert ids in descending biased score, and their weights.

@@ -48,7 +48,7 @@ def short_conv(
       row_offsets: see `pallas_kernels.ragged`.
       export_tokens_S: tokens of each row after which its history is returned as well; at most the
         row's length.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Returns:
       Outputs in the dtype of `x_TK`, zero for padding tokens; the history after each row; and the

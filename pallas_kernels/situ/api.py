@@ -32,7 +32,7 @@ def situ_glu(
       gate, up: float32 or bfloat16.
       beta: bound of the gate branch, positive.
       linear_beta: bound of the up branch, positive; None leaves it unclipped.
-      implementation: a name of `dispatch.IMPLEMENTATIONS`, or None for the automatic choice.
+      implementation: a name of `settings.IMPLEMENTATIONS`, or None for the automatic choice.
 
     Raises:
       ValueError, TypeError: shapes or dtypes disagree, or a bound is not positive.

@@ -8,8 +8,9 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import bind_dims
-from pallas_kernels.dispatch import IMPLEMENTATIONS, Op, run
+from pallas_kernels.dispatch import Op, run
 from pallas_kernels.registry import OPS
+from pallas_kernels.settings import IMPLEMENTATIONS, KernelSettings, using
 
 
 def _refuse(*_args: object, **_kwargs: object) -> None:
@@ -46,6 +47,17 @@ def test_named_choice_runs_exactly_that_implementation():
     op = _op(reference=lambda x: ("reference", x), xla=lambda x: ("xla", x))
     assert run(op, "reference", 3) == ("reference", 3)
     assert run(op, "xla", 3) == ("xla", 3)
+
+
+def test_settings_name_the_implementation_of_operators_that_have_it():
+    both = _op(reference=lambda: "reference", xla=lambda: "xla", mosaic=lambda: "mosaic")
+    refusing = _op(xla=lambda: "xla", mosaic=_refuse)
+    without = _op(reference=lambda: "reference", xla=lambda: "xla")
+    with using(KernelSettings(implementation="mosaic")):
+        assert [run(both, None), run(without, None), run(both, "xla")] == ["mosaic", "xla", "xla"]
+        with pytest.raises(NotImplementedError, match="mosaic: needs an H200"):
+            run(refusing, None)
+    assert run(refusing, None) == "xla"
 
 
 def test_automatic_choice_is_logged_once_with_its_reason(caplog):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from k3jax.config import ConfigError
+from pallas_kernels.settings import KernelSettings
 from serving import cli
 from serving.cache_options import cache_policy
 from serving.options import Options, build_parser, parse_options
@@ -131,6 +132,13 @@ def test_mesh_options_reach_the_model():
     assert setup.parallel == ParallelConfig(
         dp=2, tp=2, experts="ep", dispatch="all_to_all", tail="columns", shard_tokens="off"
     )
+
+
+def test_kernel_options_reach_the_steps():
+    arguments = ["--model", str(MODEL), "--kernels=xla", "--pdl=on"]
+    setup = cli.prepare(parse_options(arguments))
+    assert setup.engine.kernels == KernelSettings(implementation="xla", pdl=True)
+    assert cli.prepare(parse_options(arguments[:2])).engine.kernels == KernelSettings()
 
 
 def test_prepare_generates_the_embedded_model_with_its_tokenizer(tmp_path: Path):
