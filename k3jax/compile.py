@@ -28,7 +28,7 @@ from sharding.mesh import AnyMesh
 # XLA counts every in-place update of the pool as a pool of its own, and would spend half of the
 # compilation on recomputing activations to save memory that is not used (seen on an H200 with a
 # pool of 62 GiB).
-_COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -102,7 +102,7 @@ def compile_steps(
             lowered = make_step(program, mesh, bucket).lower(*arguments)
         except NotImplementedError as refusal:
             raise ConfigError(f"kernels of the {bucket.kind} step: {refusal}") from refusal
-        compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
         return compiled, time.monotonic() - start
 
     buckets, compiled = list(buckets), {}

@@ -56,7 +56,7 @@ class Variant:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Truncation:
+class Truncation:
     """A model of a few layers, on the mesh."""
 
     layers: str
@@ -72,7 +72,7 @@ def run(recorder: Recorder, layout: Layout) -> None:
     mesh = make_mesh(parallel)
     for layers in sizes.truncations:
         # The weights of one truncation are freed before those of the next are made.
-        _run_truncation(_make(layers, sizes, parallel, mesh), recorder)
+        _run_truncation(make_truncation(layers, sizes, parallel, mesh), recorder)
 
 
 def variants(
@@ -104,7 +104,7 @@ def variants(
     return found
 
 
-def _make(layers: str, sizes: Sizes, parallel: ParallelConfig, mesh: Mesh) -> _Truncation:
+def make_truncation(layers: str, sizes: Sizes, parallel: ParallelConfig, mesh: Mesh) -> Truncation:
     """Configuration and random weights of a truncation."""
     cfg = ModelConfig.from_hf(text_config(json.loads(_CONFIG.read_text()), layers, sizes))
     spec = cache_spec(cfg, tp=parallel.tp, dtype=_DTYPE)
@@ -121,7 +121,7 @@ def _make(layers: str, sizes: Sizes, parallel: ParallelConfig, mesh: Mesh) -> _T
         dtype=_DTYPE,
         max_rows=max(sizes.rows),
     )
-    return _Truncation(
+    return Truncation(
         layers=layers, program=program, mesh=mesh, params=random_params(program, mesh)
     )
 
@@ -156,7 +156,7 @@ def _maker(name: str, spec: ParamSpec) -> Any:
             return normal(spec.shape[-1] ** -0.5, dtype)
 
 
-def _run_truncation(truncation: _Truncation, recorder: Recorder) -> None:
+def _run_truncation(truncation: Truncation, recorder: Recorder) -> None:
     page_tokens = truncation.program.layout.page_tokens
     todo = variants(truncation.layers, recorder.sizes, truncation.program.parallel, page_tokens)
     recorder.note(f"{truncation.layers}: weights are on the devices")
@@ -174,7 +174,8 @@ def _run_truncation(truncation: _Truncation, recorder: Recorder) -> None:
     recorder.note(f"{truncation.layers}: steps are compiled")
     for variant, model in zip(todo, built, strict=True):
         if isinstance(model, PagedModel):
-            _fill_pool(model, truncation.mesh)
+            model.pool = None  # its memory is free for the new one
+            model.pool = random_pool(truncation.program, truncation.mesh)
         for bucket in variant.buckets:
             _time_step(truncation, variant, model, bucket, recorder)
 
@@ -188,7 +189,7 @@ def _attempt(build: Any, variant: Variant) -> PagedModel | Exception:
 
 
 def _time_step(
-    truncation: _Truncation,
+    truncation: Truncation,
     variant: Variant,
     model: PagedModel | Exception,
     bucket: Bucket,
@@ -203,8 +204,8 @@ def _time_step(
     with recorder.case(case, shapes) as line:
         if isinstance(model, Exception):
             raise model
-        packed = _packed(program, bucket, sizes)
-        ids = _checked_ids(program, bucket, np.asarray(model.run(bucket, packed)))
+        packed = packed_inputs(program, bucket, sizes)
+        ids = checked_ids(program, bucket, np.asarray(model.run(bucket, packed)))
         line["greedy_ids"] = ids[:_RECORDED_IDS]
         seconds = sample(
             lambda: model.run(bucket, packed), target_s=sizes.step_s, most=sizes.most_samples
@@ -213,19 +214,17 @@ def _time_step(
         line["samples"] = [value * 1e3 for value in seconds]
 
 
-def _fill_pool(model: PagedModel, mesh: Mesh) -> None:
+def random_pool(program: Program, mesh: Mesh) -> Array:
     """Random entries and states: positive and negative numbers around 2^-7 in both views."""
-    program = model.program
     shape = abstract_pool(program.layout, program.parallel.num_ranks).shape
 
     def words(random: Array) -> Array:
         return ((random & 0x80FF) | 0x3C00).astype(jnp.uint16)
 
-    model.pool = None  # its memory is free for the new one
-    model.pool = fill(mesh, {"pool": Leaf(shape, words, program.pool_spec)})["pool"]
+    return fill(mesh, {"pool": Leaf(shape, words, program.pool_spec)})["pool"]
 
 
-def _packed(program: Program, bucket: Bucket, sizes: Sizes) -> Int32[np.ndarray, "1 n"]:
+def packed_inputs(program: Program, bucket: Bucket, sizes: Sizes) -> Int32[np.ndarray, "1 n"]:
     """Inputs of a step: decode rows that know `context_tokens` tokens, or one new prompt."""
     num_groups = program.num_recurrent_groups
     inputs = empty_inputs(bucket, num_groups, scratch_slot=program.max_rows)
@@ -244,7 +243,7 @@ def _packed(program: Program, bucket: Bucket, sizes: Sizes) -> Int32[np.ndarray,
     return pack(inputs, bucket, num_groups)[None]
 
 
-def _checked_ids(
+def checked_ids(
     program: Program, bucket: Bucket, result: Int32[np.ndarray, "1 n"]
 ) -> Sequence[int]:
     """Greedy ids of a step.
