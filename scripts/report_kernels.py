@@ -24,7 +24,8 @@ KERNEL = "mosaic"
 
 def main() -> int:
     args = _parse_args()
-    cases = _cases([json.loads(line) for path in args.results for line in path.open()])
+    text = "".join(path.read_text() for path in args.results)
+    cases = _cases([json.loads(line) for line in text.splitlines()])
     print("\n\n".join(_table(op, shapes) for op, shapes in cases.items()))
     if args.plot is not None:
         _plot(cases, args.plot)

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
-import report_kernels  # noqa: E402
+import report_kernels
 
 
 def _line(implementation: str, us: float | None) -> str:
