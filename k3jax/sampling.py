@@ -34,38 +34,56 @@ def sample(
       meaningless.
     """
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = best(logits)
     drawn = lax.cond(
         jnp.any(temperature > 0),
-        lambda: _draw(logits, temperature, top_k, top_p, seeds, positions),
+        lambda: best(
+            filtered(logits, temperature, top_k, top_p) + gumbel(seeds, positions, logits.shape[1])
+        ),
         lambda: greedy,
     )
     return jnp.where(temperature > 0, drawn, greedy), finite
 
 
-def _draw(
+def best(scores: Float32[Array, "S V"]) -> Int32[Array, " S"]:
+    """The token with the largest score of each row; of equal ones the lowest id."""
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def filtered(
     logits: Float32[Array, "S V"],
     temperature: Float32[Array, " S"],
     top_k: Int32[Array, " S"],
     top_p: Float32[Array, " S"],
-    seeds: UInt32[Array, " S"],
-    positions: Int32[Array, " S"],
-) -> Int32[Array, " S"]:
-    """Gumbel-max over the tokens that top-k and then top-p keep."""
+) -> Float32[Array, "S V"]:
+    """Unnormalised log probabilities of what temperature, top-k and top-p leave, -inf elsewhere.
+
+    Args:
+      temperature, top_k, top_p: as in `sample`; temperature 0 leaves the most likely token alone.
+    """
     vocab = logits.shape[1]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     limit = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
-    ranked = jnp.where(jnp.arange(vocab)[None] < limit[:, None], ranked, -jnp.inf)
-    probs = jax.nn.softmax(ranked, axis=-1)
+    limit = jnp.where(temperature > 0, limit, 1)
+    in_top_k = jnp.arange(vocab)[None] < limit[:, None]
+    probs = jax.nn.softmax(jnp.where(in_top_k, ranked, -jnp.inf), axis=-1)
     # Mass of the better tokens: the first token is always kept.
     before = jnp.cumsum(probs, axis=-1) - probs
-    keep = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
-    noise = jax.vmap(_noise, in_axes=(0, 0, None))(seeds, positions, vocab)
-    noise = jnp.take_along_axis(noise, order, axis=-1)
-    best = jnp.argmax(jnp.where(keep, ranked + noise, -jnp.inf), axis=-1)
-    return jnp.take_along_axis(order, best[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    kept = in_top_k & ((before < top_p[:, None]) | (top_p[:, None] >= 1.0))
+    # Those kept are the first ones of the order, in which equal tokens stand by id.
+    last = jnp.take_along_axis(order, jnp.sum(kept, axis=-1, keepdims=True) - 1, axis=-1)
+    least = jnp.take_along_axis(scaled, last, axis=-1)
+    is_kept = (scaled > least) | ((scaled == least) & (jnp.arange(vocab)[None] <= last))
+    return jnp.where(is_kept, scaled, -jnp.inf)
+
+
+def gumbel(
+    seeds: UInt32[Array, " S"], positions: Int32[Array, " S"], vocab: int
+) -> Float32[Array, "S V"]:
+    """Noise that turns the largest of log probabilities into a draw; see the module for its key."""
+    return jax.vmap(_noise, in_axes=(0, 0, None))(seeds, positions, vocab)
 
 
 def _noise(seed: UInt32[Array, ""], position: Int32[Array, ""], vocab: int) -> Float32[Array, " V"]:
