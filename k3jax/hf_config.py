@@ -60,7 +60,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 _FIXED_REQUIRED = ("mla_use_nope", "moe_router_activation_func")
 
 
-class _Reader:
+class Reader:
     """Takes keys out of one mapping and remembers what was wrong."""
 
     def __init__(self, mapping: Mapping[str, Any], where: str, problems: list[str]):
@@ -123,7 +123,7 @@ def parse(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"text_config.model_type is unknown: got {text.get('model_type')!r}; expected "
                 "'kimi_linear'"
             )
-        _refuse_unknown(
+        refuse_unknown(
             config,
             _IGNORED | {"text_config", "tie_word_embeddings", "quantization_config"},
             "",
@@ -136,7 +136,7 @@ def parse(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"model_type is unknown: got {family!r}; expected 'kimi_k3' or 'kimi_linear'"
         )
-    _refuse_unknown(text, _IGNORED | _USED, where, problems)
+    refuse_unknown(text, _IGNORED | _USED, where, problems)
     _check_fixed(text, where, problems)
     if family == "kimi_k3":
         _check_k3(text, where, problems)
@@ -147,9 +147,10 @@ def parse(config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _refuse_unknown(
+def refuse_unknown(
     mapping: Mapping[str, Any], known: frozenset[str], where: str, problems: list[str]
 ) -> None:
+    """Report every key that nobody reads."""
     for key in sorted(set(mapping) - known):
         problems.append(
             f"{where}{key} is unknown: got {mapping[key]!r}; it may change the model's mathematics "
@@ -199,11 +200,11 @@ def _check_k3(text: Mapping[str, Any], where: str, problems: list[str]) -> None:
 def _fields(
     config: Mapping[str, Any], text: Mapping[str, Any], where: str, problems: list[str]
 ) -> dict[str, Any]:
-    read = _Reader(text, where, problems)
+    read = Reader(text, where, problems)
     linear_where = f"{where}linear_attn_config."
     linear = read.get("linear_attn_config", Mapping) or {}
-    _refuse_unknown(linear, _USED_LINEAR, linear_where, problems)
-    read_linear = _Reader(linear, linear_where, problems)
+    refuse_unknown(linear, _USED_LINEAR, linear_where, problems)
+    read_linear = Reader(linear, linear_where, problems)
     number = (int, float)
     hidden = read.get("hidden_size", int)
     latent = read.get("routed_expert_hidden_size", (int, type(None)), None)
@@ -257,7 +258,7 @@ def _fields(
     }
 
 
-def _activation(read: _Reader, where: str, problems: list[str]) -> tuple[Any, Any]:
+def _activation(read: Reader, where: str, problems: list[str]) -> tuple[Any, Any]:
     """SiTU constants, or (None, None) for SwiGLU."""
     act = read.get("hidden_act", str)
     if act == "situ":
@@ -271,7 +272,7 @@ def _activation(read: _Reader, where: str, problems: list[str]) -> tuple[Any, An
     return None, None
 
 
-def _layer_list(read: _Reader, key: str) -> tuple[int, ...]:
+def _layer_list(read: Reader, key: str) -> tuple[int, ...]:
     """A 1-based layer list of the file as 0-based indices."""
     return tuple(layer - 1 for layer in read.get_ints(key))
 
@@ -284,7 +285,7 @@ def _token_ids(
     if value is None:
         return ()
     wrapped = {key: value if isinstance(value, list) else [value]}
-    return _Reader(wrapped, "", problems).get_ints(key)
+    return Reader(wrapped, "", problems).get_ints(key)
 
 
 def _token_id(
@@ -303,13 +304,11 @@ def _expert_format(
     presence of `weight_packed` (k3-model.md section 3.4).
     """
     holder, prefix = (text, where) if "quantization_config" in text else (config, "")
-    quant = _Reader(holder, prefix, problems).get(
-        "quantization_config", (Mapping, type(None)), None
-    )
+    quant = Reader(holder, prefix, problems).get("quantization_config", (Mapping, type(None)), None)
     if quant is None:
         return "dense"
     prefix += "quantization_config."
-    read = _Reader(quant, prefix, problems)
+    read = Reader(quant, prefix, problems)
     read.expect("quant_method", "compressed-tensors")
     read.expect("format", "mxfp4-pack-quantized")
     groups = read.get("config_groups", Mapping)
@@ -317,10 +316,10 @@ def _expert_format(
         problems.append(f"{prefix}config_groups is empty: expected at least one group")
     for name, group in (groups or {}).items():
         inside = f"{prefix}config_groups.{name}."
-        read_group = _Reader(group if isinstance(group, Mapping) else {}, inside, problems)
+        read_group = Reader(group if isinstance(group, Mapping) else {}, inside, problems)
         read_group.expect("input_activations", None)
         weights = read_group.get("weights", Mapping) or {}
-        read_weights = _Reader(weights, f"{inside}weights.", problems)
+        read_weights = Reader(weights, f"{inside}weights.", problems)
         read_weights.expect("num_bits", 4)
         read_weights.expect("group_size", MXFP4_GROUP)
     return "mxfp4"

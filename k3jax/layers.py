@@ -16,7 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from k3jax.config import Dtype, ModelConfig
-from k3jax.params import ParamSpec, describe
+from k3jax.param_spec import ParamSpec
+from k3jax.params import describe
 from pallas_kernels.numerics import contract, round_to
 from sharding.axes import ParallelConfig
 from sharding.specs import local_shape

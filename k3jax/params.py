@@ -11,64 +11,20 @@ latent, `Q` MLA query rank, `X` convolution taps, `V` vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Literal
 
 from k3jax.config import MXFP4_GROUP, ModelConfig
+from k3jax.draft.config import DraftConfig
+from k3jax.draft.params import draft_tree
+from k3jax.param_spec import ParamSpec, ParamTree, Source, glu, matrix, vector
 
-Init = Literal["normal", "ones", "zeros", "a_log", "bytes"]
-# How a checkpoint tensor becomes the described block.
-Convert = Literal[
-    "none",
-    "squeeze_conv",  # [ND, 1, X] -> [ND, X]
-    "squeeze_row",  # [1, H] -> [H]
-    "a_log",  # [heads], [1, 1, heads, 1] or a zero-padded longer vector -> [heads]
-]
+AnyConfig = ModelConfig | DraftConfig
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint tensor that fills `leaf[layer][index]`.
-
-    Attributes:
-      name: without the family's prefix; `{layer}` is the 0-based layer, `{expert}` the expert.
-      index: position inside one layer's block. None stands for the expert.
-    """
-
-    name: str
-    index: tuple[int | None, ...] = ()
-    convert: Convert = "none"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ParamSpec:
-    """One leaf of the parameter tree.
-
-    Attributes:
-      shape: global shape, the stack axis included.
-      dtype: `compute` follows the run's dtype; the others are fixed.
-      axes: logical axis of each dim, or None where it is never split. Names: vocab, heads, ff,
-        expert, expert_ff.
-      layers: model layers on the stack axis; empty for a leaf without one.
-      sources: checkpoint tensors that fill one layer (or the leaf); together they cover it exactly
-        once.
-      init: distribution for random weights.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    sources: tuple[Source, ...]
-    layers: tuple[int, ...] = ()
-    dtype: Literal["compute", "float32", "uint8"] = "compute"
-    init: Init = "normal"
-
-
-ParamTree = Mapping[str, Mapping[str, ParamSpec]]
-
-
-def describe(cfg: ModelConfig) -> ParamTree:
+def describe(cfg: AnyConfig) -> ParamTree:
     """The parameter tree of a model: module name -> parameter name -> description."""
+    if isinstance(cfg, DraftConfig):
+        return draft_tree(cfg)
     every_layer = tuple(range(cfg.num_layers))
     tree = {"top": _top(cfg), "norms": _norms(cfg, every_layer)}
     if cfg.kda_layers:
@@ -76,7 +32,7 @@ def describe(cfg: ModelConfig) -> ParamTree:
     if cfg.mla_layers:
         tree["mla"] = _mla(cfg)
     if cfg.dense_layers:
-        tree["dense"] = _glu(
+        tree["dense"] = glu(
             cfg.dense_layers,
             "mlp",
             cfg.hidden_size,
@@ -115,39 +71,6 @@ def a_log_stored(cfg: ModelConfig) -> int:
     )
 
 
-def _matrix(
-    layers: tuple[int, ...], name: str, out: tuple[int, str | None], inp: tuple[int, str | None]
-) -> ParamSpec:
-    """A stacked `[Z, out, in]` matrix from one tensor a layer."""
-    return ParamSpec(
-        shape=(len(layers), out[0], inp[0]),
-        axes=(None, out[1], inp[1]),
-        layers=layers,
-        sources=(Source(name),),
-    )
-
-
-def _vector(
-    layers: tuple[int, ...],
-    name: str,
-    size: int,
-    *,
-    axis: str | None = None,
-    dtype: Literal["compute", "float32"] = "compute",
-    init: Init = "ones",
-    convert: Convert = "none",
-) -> ParamSpec:
-    """A stacked `[Z, size]` vector from one tensor a layer."""
-    return ParamSpec(
-        shape=(len(layers), size),
-        axes=(None, axis),
-        layers=layers,
-        dtype=dtype,
-        init=init,
-        sources=(Source(name, convert=convert),),
-    )
-
-
 def _top(cfg: ModelConfig) -> dict[str, ParamSpec]:
     vocab = (cfg.vocab_size, cfg.hidden_size)
     params = {
@@ -169,13 +92,13 @@ def _top(cfg: ModelConfig) -> dict[str, ParamSpec]:
 def _norms(cfg: ModelConfig, layers: tuple[int, ...]) -> dict[str, ParamSpec]:
     prefix, hidden = "layers.{layer}.", cfg.hidden_size
     params = {
-        "input": _vector(layers, prefix + "input_layernorm.weight", hidden),
-        "post_attention": _vector(layers, prefix + "post_attention_layernorm.weight", hidden),
+        "input": vector(layers, prefix + "input_layernorm.weight", hidden),
+        "post_attention": vector(layers, prefix + "post_attention_layernorm.weight", hidden),
     }
     if cfg.attn_res_block_layers is not None:
         for name, file in (("attn_res", "self_attention_res"), ("mlp_res", "mlp_res")):
-            params[f"{name}_norm"] = _vector(layers, f"{prefix}{file}_norm.weight", hidden)
-            params[f"{name}_proj"] = _vector(
+            params[f"{name}_norm"] = vector(layers, f"{prefix}{file}_norm.weight", hidden)
+            params[f"{name}_proj"] = vector(
                 layers, f"{prefix}{file}_proj.weight", hidden, init="normal", convert="squeeze_row"
             )
     return params
@@ -208,23 +131,23 @@ def _kda(cfg: ModelConfig) -> dict[str, ParamSpec]:
                 for i, x in enumerate("qkv")
             ),
         ),
-        "f_a": _matrix(layers, attn + "f_a_proj.weight", (d, None), (h, None)),
-        "f_b": _matrix(layers, attn + "f_b_proj.weight", heads, (d, None)),
-        "b": _matrix(layers, attn + "b_proj.weight", (n, "heads"), (h, None)),
-        "A_log": _vector(
+        "f_a": matrix(layers, attn + "f_a_proj.weight", (d, None), (h, None)),
+        "f_b": matrix(layers, attn + "f_b_proj.weight", heads, (d, None)),
+        "b": matrix(layers, attn + "b_proj.weight", (n, "heads"), (h, None)),
+        "A_log": vector(
             layers, attn + "A_log", n, axis="heads", dtype="float32", init="a_log", convert="a_log"
         ),
-        "dt_bias": _vector(
+        "dt_bias": vector(
             layers, attn + "dt_bias", nd, axis="heads", dtype="float32", init="zeros"
         ),
-        "o_norm": _vector(layers, attn + "o_norm.weight", d, dtype="float32"),
-        "o": _matrix(layers, attn + "o_proj.weight", (h, None), heads),
+        "o_norm": vector(layers, attn + "o_norm.weight", d, dtype="float32"),
+        "o": matrix(layers, attn + "o_proj.weight", (h, None), heads),
     }
     if cfg.kda_full_rank_gate:
-        params["g"] = _matrix(layers, attn + "g_proj.weight", heads, (h, None))
+        params["g"] = matrix(layers, attn + "g_proj.weight", heads, (h, None))
     else:
-        params["g_a"] = _matrix(layers, attn + "g_a_proj.weight", (d, None), (h, None))
-        params["g_b"] = _matrix(layers, attn + "g_b_proj.weight", heads, (d, None))
+        params["g_a"] = matrix(layers, attn + "g_a_proj.weight", (d, None), (h, None))
+        params["g_b"] = matrix(layers, attn + "g_b_proj.weight", heads, (d, None))
     return params
 
 
@@ -234,57 +157,36 @@ def _mla(cfg: ModelConfig) -> dict[str, ParamSpec]:
     q_out = (n * cfg.qk_head_dim, "heads")
     v_out = (n * cfg.v_head_dim, "heads")
     params = {
-        "kv_a": _matrix(
+        "kv_a": matrix(
             layers, attn + "kv_a_proj_with_mqa.weight", (cfg.mla_entry_width, None), (h, None)
         ),
-        "kv_a_norm": _vector(layers, attn + "kv_a_layernorm.weight", cfg.kv_lora_rank),
-        "kv_b": _matrix(
+        "kv_a_norm": vector(layers, attn + "kv_a_layernorm.weight", cfg.kv_lora_rank),
+        "kv_b": matrix(
             layers,
             attn + "kv_b_proj.weight",
             (n * (cfg.qk_nope_head_dim + cfg.v_head_dim), "heads"),
             (cfg.kv_lora_rank, None),
         ),
-        "o": _matrix(layers, attn + "o_proj.weight", (h, None), v_out),
+        "o": matrix(layers, attn + "o_proj.weight", (h, None), v_out),
     }
     if cfg.q_lora_rank is None:
-        params["q"] = _matrix(layers, attn + "q_proj.weight", q_out, (h, None))
+        params["q"] = matrix(layers, attn + "q_proj.weight", q_out, (h, None))
     else:
-        params["q_a"] = _matrix(
-            layers, attn + "q_a_proj.weight", (cfg.q_lora_rank, None), (h, None)
-        )
-        params["q_a_norm"] = _vector(layers, attn + "q_a_layernorm.weight", cfg.q_lora_rank)
-        params["q_b"] = _matrix(layers, attn + "q_b_proj.weight", q_out, (cfg.q_lora_rank, None))
+        params["q_a"] = matrix(layers, attn + "q_a_proj.weight", (cfg.q_lora_rank, None), (h, None))
+        params["q_a_norm"] = vector(layers, attn + "q_a_layernorm.weight", cfg.q_lora_rank)
+        params["q_b"] = matrix(layers, attn + "q_b_proj.weight", q_out, (cfg.q_lora_rank, None))
     if cfg.mla_output_gate:
-        params["g"] = _matrix(layers, attn + "g_proj.weight", v_out, (h, None))
+        params["g"] = matrix(layers, attn + "g_proj.weight", v_out, (h, None))
     return params
-
-
-def _glu(
-    layers: tuple[int, ...], module: str, width: int, ff: int, *, prefix: str
-) -> dict[str, ParamSpec]:
-    """Gate, up and down of a dense or shared feed-forward network."""
-    z, name = len(layers), f"{prefix}{module}."
-    return {
-        "gate_up": ParamSpec(
-            shape=(z, 2, ff, width),
-            axes=(None, None, "ff", None),
-            layers=layers,
-            sources=(
-                Source(name + "gate_proj.weight", (0,)),
-                Source(name + "up_proj.weight", (1,)),
-            ),
-        ),
-        "down": _matrix(layers, name + "down_proj.weight", (width, None), (ff, "ff")),
-    }
 
 
 def _moe(cfg: ModelConfig) -> dict[str, ParamSpec]:
     layers, moe = cfg.moe_layers, "layers.{layer}.block_sparse_moe."
     h, latent = cfg.hidden_size, cfg.latent_size
-    shared = _glu(layers, "shared_experts", h, cfg.shared_intermediate_size, prefix=moe)
+    shared = glu(layers, "shared_experts", h, cfg.shared_intermediate_size, prefix=moe)
     params = {
-        "router": _matrix(layers, moe + "gate.weight", (cfg.num_experts, None), (h, None)),
-        "router_bias": _vector(
+        "router": matrix(layers, moe + "gate.weight", (cfg.num_experts, None), (h, None)),
+        "router_bias": vector(
             layers,
             moe + "gate.e_score_correction_bias",
             cfg.num_experts,
@@ -296,14 +198,14 @@ def _moe(cfg: ModelConfig) -> dict[str, ParamSpec]:
         **_experts(cfg, moe + "experts.{expert}."),
     }
     if cfg.has_latent_moe:
-        params["latent_down"] = _matrix(
+        params["latent_down"] = matrix(
             layers, moe + "routed_expert_down_proj.weight", (latent, None), (h, None)
         )
-        params["latent_up"] = _matrix(
+        params["latent_up"] = matrix(
             layers, moe + "routed_expert_up_proj.weight", (h, None), (latent, None)
         )
     if cfg.has_latent_norm:
-        params["latent_norm"] = _vector(layers, moe + "routed_expert_norm.weight", latent)
+        params["latent_norm"] = vector(layers, moe + "routed_expert_norm.weight", latent)
     return params
 
 

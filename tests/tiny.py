@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from k3jax.config import Dtype, ModelConfig
-from k3jax.params import ParamSpec, describe
+from k3jax.param_spec import ParamSpec
+from k3jax.params import describe
 from k3jax.weights import plan, synthetic
 from k3jax.weights.embedded import mxfp4_quantization_config
 from k3jax.weights.names import num_leading_dims, released_name

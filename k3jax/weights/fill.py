@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from k3jax.config import Dtype, ModelConfig
+from k3jax.params import AnyConfig
 from k3jax.weights.errors import Problem, raise_if_any, refusal
 from k3jax.weights.folder import open_checkpoint
 from k3jax.weights.names import Bound, BoundSource, bind, num_leading_dims
@@ -29,7 +30,7 @@ Target = tuple[np.ndarray, tuple[int, ...]]
 class CheckpointReader:
     """A checkpoint that is opened and checked when it is first needed. Used by several threads."""
 
-    def __init__(self, model_dir: Path, cfg: ModelConfig, dtype: Dtype):
+    def __init__(self, model_dir: Path, cfg: AnyConfig, dtype: Dtype):
         self._model_dir = model_dir
         self._cfg = cfg
         self._dtype: Dtype = dtype
@@ -52,7 +53,8 @@ class CheckpointReader:
         with self._lock:
             if self._bound is None:
                 bound = bind(open_checkpoint(self._model_dir), self._cfg, self._dtype)
-                check_padding(bound, self._cfg, self._files)
+                if isinstance(self._cfg, ModelConfig):
+                    check_padding(bound, self._cfg, self._files)
                 self._bound = bound
             return self._bound
 

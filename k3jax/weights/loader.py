@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax.config import Dtype, ModelConfig
+from k3jax.config import Dtype
+from k3jax.params import AnyConfig
 from k3jax.weights import converted, plan
 from k3jax.weights.fill import CheckpointReader
 from k3jax.weights.folder import is_converted
@@ -32,7 +33,7 @@ READER_THREADS = 4
 
 def load_params(
     model_dir: Path,
-    cfg: ModelConfig,
+    cfg: AnyConfig,
     parallel: ParallelConfig,
     mesh: Mesh,
     dtype: Dtype,
@@ -47,7 +48,7 @@ def load_params(
 
 def load(
     model_dir: Path,
-    cfg: ModelConfig,
+    cfg: AnyConfig,
     shardings: Shardings,
     *,
     dtype: Dtype = "bfloat16",
@@ -60,7 +61,8 @@ def load(
 
     Args:
       model_dir: folder with safetensors files, or one written by `converted.save`.
-      cfg: from `folder.read_model_config`, so that its expert format is the checkpoint's.
+      cfg: from `folder.read_model_config`, so that its expert format is the checkpoint's, or of a
+        draft.
       shardings: one for each leaf of `describe(cfg)`.
       dtype: of the leaves described as `compute`.
       cache_dir: where converted pieces are kept, so that a killed load resumes and a later one

@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from k3jax.config import Dtype, ModelConfig
-from k3jax.params import ParamSpec, Source, a_log_stored, describe
+from k3jax.draft.config import DraftConfig
+from k3jax.param_spec import ParamSpec, Source
+from k3jax.params import AnyConfig, a_log_stored, describe
 from k3jax.weights.errors import Problem, raise_if_any
 from k3jax.weights.safetensors_file import TensorEntry, duplicate
 
@@ -51,7 +53,7 @@ class BoundSource:
 Bound = Mapping[str, Mapping[str, tuple[BoundSource, ...]]]
 
 
-def bind(tensors: Mapping[str, TensorEntry], cfg: ModelConfig, dtype: Dtype) -> Bound:
+def bind(tensors: Mapping[str, TensorEntry], cfg: AnyConfig, dtype: Dtype) -> Bound:
     """Find the stored tensors of every source.
 
     Args:
@@ -95,19 +97,26 @@ def bind(tensors: Mapping[str, TensorEntry], cfg: ModelConfig, dtype: Dtype) -> 
     return bound
 
 
-def canonical_name(stored: str, cfg: ModelConfig) -> str | None:
+def canonical_name(stored: str, cfg: AnyConfig) -> str | None:
     """A stored name as sources spell it, or None if it has not the family's prefix.
 
     Some exports drop the inner `model.` (k3-model.md section 3.4).
     """
+    if isinstance(cfg, DraftConfig):
+        return stored
     prefix = "language_model." if cfg.family == "kimi_k3" else ""
     if not stored.startswith(prefix):
         return None
     return stored.removeprefix(prefix).removeprefix("model.")
 
 
-def is_skipped(stored: str, cfg: ModelConfig) -> bool:
-    """True for what a text-only model leaves out: K3's vision tower and projector, MTP layers."""
+def is_skipped(stored: str, cfg: AnyConfig) -> bool:
+    """True for what a text-only model leaves out: K3's vision tower and projector, MTP layers.
+
+    Of a draft without a vocabulary of its own it is the copy of the target's embedding.
+    """
+    if isinstance(cfg, DraftConfig):
+        return stored == "embed_tokens.weight" and not cfg.has_own_vocab
     if cfg.family == "kimi_k3" and stored.startswith(("vision_tower.", "mm_projector.")):
         return True
     name = canonical_name(stored, cfg) or ""
@@ -115,13 +124,15 @@ def is_skipped(stored: str, cfg: ModelConfig) -> bool:
     return name.startswith("mtp") or (layer is not None and int(layer[1]) >= cfg.num_layers)
 
 
-def released_name(name: str, cfg: ModelConfig) -> str:
+def released_name(name: str, cfg: AnyConfig) -> str:
     """The name under which a source is released: `canonical_name` undoes it."""
+    if isinstance(cfg, DraftConfig):
+        return name
     inner = name if name == "lm_head.weight" else f"model.{name}"
     return f"language_model.{inner}" if cfg.family == "kimi_k3" else inner
 
 
-def stored_shapes(spec: ParamSpec, source: Source, cfg: ModelConfig) -> tuple[tuple[int, ...], ...]:
+def stored_shapes(spec: ParamSpec, source: Source, cfg: AnyConfig) -> tuple[tuple[int, ...], ...]:
     """Shapes that a source's tensors may have in a file, the released one first."""
     shape = spec.shape[num_leading_dims(spec) :]
     match source.convert:
@@ -132,6 +143,7 @@ def stored_shapes(spec: ParamSpec, source: Source, cfg: ModelConfig) -> tuple[tu
         case "squeeze_row":
             return ((1, shape[0]),)
         case "a_log":
+            assert isinstance(cfg, ModelConfig)  # drafts have no gates
             plain = [shape, (1, 1, shape[0], 1)]
             stored = (a_log_stored(cfg),)
             if cfg.family == "kimi_linear":
@@ -144,16 +156,24 @@ def num_leading_dims(spec: ParamSpec) -> int:
     return bool(spec.layers) + len(spec.sources[0].index)
 
 
+def num_experts(source: Source, cfg: AnyConfig) -> int:
+    """Tensors of a source in each layer: one for each expert, or one."""
+    if None not in source.index:
+        return 1
+    assert isinstance(cfg, ModelConfig)  # drafts are dense
+    return cfg.num_experts
+
+
 def _bind_source(
     by_name: dict[str, TensorEntry],
-    cfg: ModelConfig,
+    cfg: AnyConfig,
     dtype: Dtype,
     spec: ParamSpec,
     source: Source,
     problems: list[Problem],
 ) -> BoundSource:
     """Take a source's tensors out of `by_name`, and check each."""
-    experts = cfg.num_experts if None in source.index else 1
+    experts = num_experts(source, cfg)
     shapes = stored_shapes(spec, source, cfg)
     dtypes = _LOSSLESS[dtype if spec.dtype == "compute" else spec.dtype]
     if source.name.endswith(".weight_scale"):

@@ -19,8 +19,9 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from k3jax.config import ConfigError, Dtype, ModelConfig
-from k3jax.params import ParamSpec, describe
+from k3jax.config import ConfigError, Dtype
+from k3jax.param_spec import ParamSpec
+from k3jax.params import AnyConfig, describe
 from k3jax.weights.names import num_leading_dims
 from sharding.axes import ParallelConfig
 from sharding.specs import named_sharding
@@ -91,7 +92,7 @@ def numpy_dtype(spec: ParamSpec, dtype: Dtype) -> np.dtype:
     return _NUMPY[dtype if spec.dtype == "compute" else spec.dtype]
 
 
-def param_shardings(cfg: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Shardings:
+def param_shardings(cfg: AnyConfig, parallel: ParallelConfig, mesh: Mesh) -> Shardings:
     """The sharding of every leaf on a mesh."""
     return {
         module: {name: named_sharding(spec.axes, parallel, mesh) for name, spec in params.items()}
@@ -99,7 +100,7 @@ def param_shardings(cfg: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> S
     }
 
 
-def plan_leaves(cfg: ModelConfig, shardings: Shardings, dtype: Dtype) -> tuple[Leaf, ...]:
+def plan_leaves(cfg: AnyConfig, shardings: Shardings, dtype: Dtype) -> tuple[Leaf, ...]:
     """Describe where every leaf lies.
 
     Raises:

@@ -20,10 +20,11 @@ import numpy as np
 from jaxtyping import Float32
 
 from k3jax.config import ModelConfig
-from k3jax.params import ParamSpec, Source, describe
+from k3jax.param_spec import ParamSpec, Source
+from k3jax.params import AnyConfig, describe
 from k3jax.weights.folder import INDEX_FILE
 from k3jax.weights.mxfp4 import quantize
-from k3jax.weights.names import num_leading_dims, released_name, stored_shapes
+from k3jax.weights.names import num_experts, num_leading_dims, released_name, stored_shapes
 from k3jax.weights.safetensors_file import write_file
 
 
@@ -73,12 +74,12 @@ def write_shards(
     return weight_map
 
 
-def random_tensors(cfg: ModelConfig, *, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+def random_tensors(cfg: AnyConfig, *, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor of a released checkpoint: name, and array, as they are stored."""
     for params in describe(cfg).values():
         for spec in params.values():
             for source in spec.sources:
-                experts = range(cfg.num_experts) if None in source.index else (0,)
+                experts = range(num_experts(source, cfg))
                 for layer in spec.layers or (0,):
                     for expert in experts:
                         name = source.name.format(layer=layer, expert=expert)
@@ -108,11 +109,12 @@ def random_values(name: str, shape: Sequence[int], *, seed: int) -> Float32[np.n
     return np.float32(gain / math.sqrt(shape[-1])) * normal
 
 
-def _stored(cfg: ModelConfig, spec: ParamSpec, source: Source, name: str, seed: int) -> np.ndarray:
+def _stored(cfg: AnyConfig, spec: ParamSpec, source: Source, name: str, seed: int) -> np.ndarray:
     """One tensor as it lies in a file."""
     shape = spec.shape[num_leading_dims(spec) :]
     weight, _, part = name.rpartition(".")
     if part in ("weight_packed", "weight_scale"):
+        assert isinstance(cfg, ModelConfig)  # drafts are dense
         packed, scales = quantize(
             random_values(f"{weight}.weight", _unpacked(cfg, name), seed=seed)
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kernel_bench import kda, moe
+from kernel_bench import attn_res, kda, moe, router
 from kernel_bench.case import Case
 
-MODULES = (moe, kda)
+MODULES = (moe, kda, attn_res, router)
 
 
 def all_cases() -> list[Case]:

@@ -30,7 +30,8 @@ from k3jax.cache_spec import cache_spec
 from k3jax.config import CacheConfig, ModelConfig
 from k3jax.inputs import empty_inputs, pack
 from k3jax.paged_model import PagedModel
-from k3jax.params import ParamSpec, describe
+from k3jax.param_spec import ParamSpec
+from k3jax.params import describe
 from k3jax.pool import abstract_pool, pool_layout
 from k3jax.results import unpack
 from k3jax.step import Program, serving_step
