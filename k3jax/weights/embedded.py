@@ -86,7 +86,7 @@ def write_embedded(folder: Path) -> None:
     head = released_name("lm_head.weight", cfg)
     tensors[head] = _readable_head(tensors[head])
     synthetic.write_tensors(folder, config, tensors)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     _write_json(folder / _STAMP, {"version": _VERSION, "config": _fingerprint(), "files": files})
 
@@ -189,7 +189,7 @@ def _readable_head(head_VH: BFloat16[np.ndarray, "V H"]) -> BFloat16[np.ndarray,
     return head_VH * gain_V1
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """Byte ranks in tiktoken's format, and the named control tokens behind them."""
     lines = [f"{base64.b64encode(bytes([rank])).decode()} {rank}\n" for rank in range(NUM_RANKS)]
     (folder / "tiktoken.model").write_text("".join(lines))

@@ -1,0 +1,1 @@
+"""Training of the embedded model and of its draft."""

@@ -1,0 +1,139 @@
+"""Training of the small K3: cross entropy, balanced experts, weights rounded as in the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float32, Int32
+
+from embedded_training import data
+from embedded_training.forward import Output, forward
+from embedded_training.mxfp4 import through
+from k3jax.config import ModelConfig
+from k3jax.layers import initializer
+from k3jax.params import describe
+
+Tree = Mapping[str, Mapping[str, Any]]
+_BALANCE_STEP = 1e-3  # of a router's bias, against the load (loss-free balancing)
+_LOG_EVERY = 25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast to learn.
+
+    Attributes:
+      batch, tokens: sequences of a step, and their length.
+    """
+
+    steps: int
+    batch: int
+    tokens: int
+    peak_rate: float
+    seed: int
+
+
+def initial_params(cfg: ModelConfig, seed: int) -> dict[str, dict[str, Array]]:
+    """Random float32 parameters, except for what is stored as bytes."""
+    key = jax.random.key(seed)
+    params: dict[str, dict[str, Array]] = {}
+    for part, specs in describe(cfg).items():
+        params[part] = {}
+        for name, spec in specs.items():
+            key, own = jax.random.split(key)
+            value = initializer(spec)(own, spec.shape, jnp.dtype(jnp.float32))
+            if name == "dt_bias":  # slow decay at first: states that remember
+                value = jax.random.uniform(own, spec.shape, jnp.float32, -6.0, -1.0)
+            params[part][name] = value
+    return params
+
+
+def computed(params: Tree, cfg: ModelConfig) -> dict[str, dict[str, Array]]:
+    """Parameters as the server computes with them: experts through MXFP4, the rest in bfloat16."""
+    result: dict[str, dict[str, Array]] = {}
+    for part, specs in describe(cfg).items():
+        result[part] = {}
+        for name, spec in specs.items():
+            value = params[part][name]
+            if part == "moe" and name in ("w13", "w2"):
+                value = through(value)
+            result[part][name] = value.astype(
+                jnp.bfloat16 if spec.dtype == "compute" else jnp.float32
+            )
+    return result
+
+
+def run_batch(
+    params: Tree, cfg: ModelConfig, tokens: Int32[Array, "B T"], tap_layers: tuple[int, ...] = ()
+) -> Output:
+    """`forward` on every row of a batch."""
+    return jax.vmap(lambda row: forward(params, cfg, row, tap_layers))(tokens)
+
+
+def loss_of(
+    params: Tree, cfg: ModelConfig, tokens: Int32[Array, "B T1"]
+) -> tuple[Float32[Array, ""], Float32[Array, "Z E"]]:
+    """Mean cross entropy in nats a token, and the load of the experts."""
+    out = run_batch(computed(params, cfg), cfg, tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(out.logits, tokens[:, 1:])
+    return jnp.mean(losses), jnp.sum(out.load, axis=0)
+
+
+def train(
+    cfg: ModelConfig, stream: np.ndarray, schedule: Schedule
+) -> Iterator[tuple[int, float, float, Tree]]:
+    """Yield (step, mean loss since the last, seconds, parameters) from time to time, last at the
+    end."""
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, schedule.peak_rate, min(200, schedule.steps // 10 + 1), schedule.steps,
+        schedule.peak_rate * 0.02,
+    )  # fmt: skip
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=_decays),
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Tree, state: Any, tokens: Array) -> tuple[Tree, Any, Array]:
+        grad = jax.value_and_grad(lambda p: loss_of(p, cfg, tokens), has_aux=True)
+        (loss, load), gradient = grad(params)
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        bias = params["moe"]["router_bias"]
+        bias = bias + _BALANCE_STEP * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+        return {**params, "moe": {**params["moe"], "router_bias": bias}}, state, loss
+
+    params: Tree = initial_params(cfg, schedule.seed)
+    state = optimizer.init(params)
+    rng = np.random.default_rng(schedule.seed)
+    begin_s, losses = time.monotonic(), []
+    for number in range(1, schedule.steps + 1):
+        tokens = data.crops(rng, stream, schedule.batch, schedule.tokens + 1)
+        params, state, loss = step(params, state, tokens)
+        losses.append(loss)
+        if number % _LOG_EVERY == 0 or number == schedule.steps:
+            mean = float(np.mean([float(value) for value in losses]))
+            losses = []
+            yield number, mean, time.monotonic() - begin_s, params
+
+
+def held_out_loss(
+    params: Tree, cfg: ModelConfig, stream: np.ndarray, batch: int, tokens: int
+) -> float:
+    """Mean loss on the start of a stream, in nats a token."""
+    run = jax.jit(lambda p, t: loss_of(p, cfg, t)[0])
+    batches = data.pieces(stream, batch, tokens + 1, most=16)
+    return float(np.mean([float(run(params, piece)) for piece in batches]))
+
+
+def _decays(params: Tree) -> Any:
+    """Matrices decay; gains, gates and biases do not."""
+    return jax.tree.map(lambda x: x.ndim >= 3, params)

@@ -1,0 +1,117 @@
+"""Train the embedded model and its DSpark draft on the sources of Python's standard library.
+
+    python scripts/train_embedded.py --out DIR                     on one H200, a few minutes
+    JAX_PLATFORMS=cpu python scripts/train_embedded.py --out DIR --smoke   a few steps, anywhere
+
+`DIR/model` and `DIR/draft` are checkpoints in the released layouts, with experts in MXFP4, which is
+rounded to during training as well. `DIR/training.json` records seed, versions, files with their
+SHA-256, loss curves, the held-out loss in nats and bits a byte, and how likely the target takes the
+draft's tokens by their place in the block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+if str(CHECKOUT) not in sys.path:
+    sys.path.insert(0, str(CHECKOUT))
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from embedded_training import config, data, draft, target  # noqa: E402
+from embedded_training.export import released_tensors  # noqa: E402
+
+from k3jax.config import ModelConfig  # noqa: E402
+from k3jax.draft.config import DraftConfig  # noqa: E402
+from k3jax.weights.embedded import NUM_RANKS, write_tokenizer  # noqa: E402
+from k3jax.weights.synthetic import write_tensors  # noqa: E402
+
+LICENCE = "PSF License Agreement (https://docs.python.org/3/license.html)"
+
+
+def main() -> int:
+    args = _parse_args()
+    size = (4, 48) if args.smoke else (64, 512)
+    plan = {
+        "model": target.Schedule(
+            steps=3 if args.smoke else args.steps, batch=size[0], tokens=size[1],
+            peak_rate=3e-3, seed=args.seed,
+        ),
+        "draft": target.Schedule(
+            steps=3 if args.smoke else args.draft_steps, batch=size[0], tokens=size[1],
+            peak_rate=2e-3, seed=args.seed,
+        ),
+    }  # fmt: skip
+    corpus = data.read_corpus(NUM_RANKS, NUM_RANKS + 2)
+    print(f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out", flush=True)
+    cfg = ModelConfig.from_hf(config.model_config())
+    dense = dataclasses.replace(cfg, expert_format="dense")
+    draft_cfg = DraftConfig.from_hf(config.draft_config())
+    draft_cfg.check_target(cfg)
+
+    curves: dict[str, list[dict[str, float]]] = {"model": [], "draft": []}
+    params = _follow("model", target.train(dense, corpus.train, plan["model"]), curves)
+    loss = target.held_out_loss(params, dense, corpus.held_out, *size)
+    print(f"held out: {loss:.4f} nats, {loss / math.log(2):.3f} bits a byte", flush=True)
+    frozen = jax.jit(lambda p: target.computed(p, dense))(params)
+    draft_params = _follow(
+        "draft", draft.train(draft_cfg, dense, frozen, corpus.train, plan["draft"]), curves
+    )
+    score = draft.held_out_score(draft_params, draft_cfg, dense, frozen, corpus.held_out, *size)
+    print("taken, by place: ", np.round(score.agree, 3).tolist(), flush=True)
+
+    for name, a_cfg, a_config, a_tree in (
+        ("model", cfg, config.model_config(), params),
+        ("draft", draft_cfg, config.draft_config(), draft_params),
+    ):
+        folder = args.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder, a_config, released_tensors(a_cfg, a_tree), num_shards=1)
+    write_tokenizer(args.out / "model")
+    record = {
+        "seed": args.seed,
+        "schedules": {name: dataclasses.asdict(schedule) for name, schedule in plan.items()},
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "python": data.python_version()},
+        "data": {"licence": LICENCE, "files": corpus.files},
+        "held_out_nats": loss,
+        "held_out_bits_per_byte": loss / math.log(2),
+        "draft_taken_by_place": np.asarray(score.agree).tolist(),
+        "draft_equal_by_place": np.asarray(score.equal).tolist(),
+        "curves": curves,
+    }
+    (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def _follow(name: str, progress: Any, curves: dict[str, list[dict[str, float]]]) -> target.Tree:
+    """Print and record a training; return the parameters at its end."""
+    reached: target.Tree = {}
+    for step, loss, seconds, params in progress:
+        curves[name].append({"step": step, "loss": loss, "seconds": seconds})
+        print(f"{name} step {step}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
+        reached = params
+    return reached
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--steps", type=int, default=2500, help="of the model")
+    parser.add_argument("--draft-steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=20261201)
+    parser.add_argument("--smoke", action="store_true", help="three short steps of each")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
