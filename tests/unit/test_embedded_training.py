@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 from embedded_training.forward import forward
 from embedded_training.mxfp4 import rounded, through
@@ -27,6 +26,7 @@ from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
 from tests import oracle, tiny
 
+ROOT = Path(__file__).parents[2]
 CFG = tiny.tiny_config(packed=False)
 
 

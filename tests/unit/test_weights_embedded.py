@@ -80,7 +80,7 @@ def test_an_interrupted_start_leaves_no_model(
         raise OSError("disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(embedded, "_write_tokenizer", fail)
+        patch.setattr(embedded, "write_tokenizer", fail)
         with pytest.raises(OSError, match="disk is full"):
             ensure_embedded(tmp_path)
     assert not (tmp_path / model.name).exists()
