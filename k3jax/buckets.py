@@ -23,7 +23,8 @@ class Bucket:
     """Shape of one step program.
 
     Attributes:
-      kind: `prefill` takes rows of any length, `decode` exactly one token a row.
+      kind: `prefill` takes rows of any length; `decode` the newest token of each row, with up to
+        `num_drafts` drafts of the tokens behind it.
       tokens: `T`, flat tokens of all rows.
       rows: `S`.
       pages: `M`, attention pages per row.
@@ -34,14 +35,25 @@ class Bucket:
     rows: int
     pages: int
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that each row of a decode step can bring."""
+        return self.tokens // self.rows - 1 if self.kind == "decode" else 0
+
 
 def bucket_table(engine: EngineConfig, *, page_tokens: int) -> tuple[Bucket, ...]:
-    """All buckets of a server, in ascending order."""
+    """All buckets of a server, in ascending order.
+
+    With drafts, every decode step has room for them.
+    """
     most_pages = -(-engine.max_context_tokens // page_tokens)
     few_pages = -(-_SHORT_CONTEXT_TOKENS // page_tokens)
     widths = _sizes(min(few_pages, most_pages), most_pages, factor=4)
     row_counts = _sizes(1, engine.max_rows, factor=8)
-    decode = [Bucket("decode", rows, rows, pages) for rows in row_counts for pages in widths]
+    slots = 1 + engine.num_drafts
+    decode = [
+        Bucket("decode", rows * slots, rows, pages) for rows in row_counts for pages in widths
+    ]
     prefill = [
         Bucket("prefill", tokens, engine.max_prefill_rows, pages)
         for tokens in prefill_sizes(engine)

@@ -17,6 +17,7 @@ from sharding.axes import Experts, ParallelConfig
 
 Dtype = Literal["bfloat16", "float32"]
 MXFP4_GROUP = 32  # weights that share a scale, along the input
+MAX_DRAFTS = 7  # verified with the token before them in one step
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4}
 
 
@@ -177,6 +178,7 @@ class EngineConfig:
       max_context_tokens: prompt plus output of one request.
       max_prefill_tokens: tokens of one prefill step.
       max_prefill_rows: requests that share one prefill step.
+      num_drafts: drafts that are verified behind a row's token, at most; 0 decodes without.
       kernels: which implementations the operators take.
     """
 
@@ -185,6 +187,7 @@ class EngineConfig:
     max_context_tokens: int = 4096
     max_prefill_tokens: int = 256
     max_prefill_rows: int = 4
+    num_drafts: int = 0
     kernels: KernelSettings = AUTOMATIC
 
     def __post_init__(self) -> None:
@@ -200,6 +203,10 @@ class EngineConfig:
             problems.append(
                 f"max_prefill_rows is too large: got {self.max_prefill_rows}; expected <= max_rows "
                 f"{self.max_rows}"
+            )
+        if not 0 <= self.num_drafts <= MAX_DRAFTS:
+            problems.append(
+                f"num_drafts is out of range: got {self.num_drafts}; expected 0 to {MAX_DRAFTS}"
             )
         if problems:
             raise ConfigError(problems)

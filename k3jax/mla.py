@@ -63,7 +63,7 @@ def mla_attention(
     }
     with jax.named_scope("mla/attend"):
         pool = mla_write(pool, entry, meta.token_pages, meta.token_offsets, position=position)
-        if meta.kind == "decode":
+        if meta.kind == "decode" and not meta.num_drafts:
             z = mla_decode(query, pool, meta.attention_pages, meta.context, **options)
         else:
             z = mla_prefill(

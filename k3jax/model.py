@@ -7,6 +7,8 @@ and pool.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,14 +18,29 @@ from k3jax import kda, mla, moe
 from k3jax.buckets import Kind
 from k3jax.cache_spec import layer_groups
 from k3jax.config import Dtype, ModelConfig
-from k3jax.layers import Declared, add, linear_f32, rms_norm
+from k3jax.layers import Declared, linear_f32
 from k3jax.params import describe
 from k3jax.pool import PoolLayout
 from k3jax.step_meta import StepMeta
-from pallas_kernels.attn_res import attn_res_mix
+from pallas_kernels.attn_res import attn_res_norm
 from pallas_kernels.numerics import round_to
 from sharding import collectives
 from sharding.axes import ParallelConfig
+
+
+class Forward(NamedTuple):
+    """What a pass through all layers gives.
+
+    Attributes:
+      hidden: normed states for `K3.logits`, of all tokens or of this rank's.
+      load: that the replica's tokens put on the experts of each rank.
+      trials: of the KDA layers, in a step with drafts; the states of the pool are as before then.
+    """
+
+    hidden: Float[Array, "t H"]
+    pool: UInt16[Array, "Z P W words"]
+    load: Int32[Array, " R"]
+    trials: list[kda.KdaTrial]
 
 
 class K3(nn.Module):
@@ -48,7 +65,7 @@ class K3(nn.Module):
         pool: UInt16[Array, "Z P W words"],
         meta: StepMeta,
         layout: PoolLayout,
-    ) -> tuple[Float[Array, "t H"], UInt16[Array, "Z P W words"], Int32[Array, " R"]]:
+    ) -> Forward:
         """Run all layers.
 
         Between attention and feed-forward networks everything works on single tokens. In a prefill
@@ -56,11 +73,8 @@ class K3(nn.Module):
 
         Args:
           tokens: flat token ids of all rows.
-          pool: this rank's pages; entries and states of the step's tokens are written.
-
-        Returns:
-          Hidden states before the final norm, of all tokens or of this rank's; the pool; and the
-          load that the replica's tokens put on the experts of each rank.
+          pool: this rank's pages; entries and states of the step's tokens are written, in a step
+            with drafts the entries only.
         """
         cfg = self.cfg
         where = layer_positions(cfg)
@@ -70,37 +84,53 @@ class K3(nn.Module):
         with jax.named_scope("embed"):
             embed = collectives.embed_own_tokens if is_sharded else collectives.embed
             prefix = embed(self.top()["embed"], tokens)
+        # `out` is what the last sub-layer gave, not yet part of the prefix: the next norm adds it.
+        out: Float[Array, "t H"] | None = None
         bank: list[Float[Array, "t H"]] = []
+        trials: list[kda.KdaTrial] = []
         for i in range(cfg.num_layers):
             with jax.named_scope(f"layer_{i}"):
-                h = self._mix("attn_res", i, bank, prefix)
-                starts_block = (
-                    cfg.attn_res_block_layers is not None and i % cfg.attn_res_block_layers == 0
-                )
-                if starts_block:
-                    bank = [*bank, prefix]
-                x = rms_norm(h, self.norms()["input"][i], cfg.rms_norm_eps)
+                prefix, x = self._norm("attn_res", "input", i, bank, prefix, out)
                 with jax.named_scope("attention/gather"):
                     x_all = collectives.gather_tokens(x) if is_sharded else x
-                out, pool = self._attention(i, where[i], x_all, pool, meta, layout)
+                out, pool, trial = self._attention(i, where[i], x_all, pool, meta, layout)
+                trials += [] if trial is None else [trial]
                 with jax.named_scope("attention/sum"):
                     total = collectives.scatter_partials if is_sharded else collectives.sum_partials
                     out = round_to(total(out), x.dtype)
-                prefix = out if starts_block else add(prefix, out)
-                h = self._mix("mlp_res", i, bank, prefix)
-                x = rms_norm(h, self.norms()["post_attention"][i], cfg.rms_norm_eps)
+                if cfg.attn_res_block_layers is not None and i % cfg.attn_res_block_layers == 0:
+                    bank = [*bank, prefix]
+                    prefix, out = out, None
+                prefix, x = self._norm("mlp_res", "post_attention", i, bank, prefix, out)
                 out, layer_load = self._ffn(i, x, used, is_sharded)
-                prefix, load = add(prefix, out), load + layer_load
+                load = load + layer_load
         if is_sharded:
             with jax.named_scope("load"):
                 load = collectives.sum_partials(load)
-        return self._output_mix(bank, prefix), pool, load
+        return Forward(self._final_norm(bank, prefix, out), pool, load, trials)
+
+    def commit(
+        self,
+        trials: list[kda.KdaTrial],
+        accepted: Int32[Array, " S"],
+        pool: UInt16[Array, "Z P W words"],
+        meta: StepMeta,
+    ) -> UInt16[Array, "Z P W words"]:
+        """Store the states after the tokens of each row that stay; see `kda.kda_commit`."""
+        where = layer_positions(self.cfg)
+        for layer, (i, trial) in enumerate(zip(self.cfg.kda_layers, trials, strict=True)):
+            group, position = where[i]
+            with jax.named_scope(f"layer_{i}"):
+                pool = kda.kda_commit(
+                    self.kda(), self.cfg, trial, accepted, pool, meta,
+                    layer=layer, group=group, position=position,
+                )  # fmt: skip
+        return pool
 
     def logits(self, hidden: Float[Array, "S H"]) -> Float32[Array, "S V"]:
-        """Final norm and vocabulary-parallel head; equal on all ranks."""
+        """Vocabulary-parallel head on normed hidden states; equal on all ranks."""
         with jax.named_scope("head"):
-            x = rms_norm(hidden, self.top()["norm"], self.cfg.rms_norm_eps)
-            return collectives.gather_columns(linear_f32(x, self.top()["lm_head"]))
+            return collectives.gather_columns(linear_f32(hidden, self.top()["lm_head"]))
 
     def _attention(
         self,
@@ -110,7 +140,7 @@ class K3(nn.Module):
         pool: UInt16[Array, "Z P W words"],
         meta: StepMeta,
         layout: PoolLayout,
-    ) -> tuple[Float[Array, "T H"], UInt16[Array, "Z P W words"]]:
+    ) -> tuple[Float[Array, "T H"], UInt16[Array, "Z P W words"], kda.KdaTrial | None]:
         """KDA or MLA of layer `i`; its group and layer position are `where`."""
         cfg, (group, position) = self.cfg, where
         if i in cfg.kda_layers:
@@ -118,9 +148,10 @@ class K3(nn.Module):
                 self.kda(), cfg, x, pool, meta, layout,
                 layer=cfg.kda_layers.index(i), group=group, position=position,
             )  # fmt: skip
-        return mla.mla_attention(
+        out, pool = mla.mla_attention(
             self.mla(), cfg, x, pool, meta, layer=cfg.mla_layers.index(i), position=position
         )
+        return out, pool, None
 
     def _ffn(
         self, i: int, x: Float[Array, "t H"], used: Bool[Array, " t"], is_sharded: bool
@@ -134,32 +165,33 @@ class K3(nn.Module):
             self.moe(), self.cfg, self.parallel, x, used, layer=layer, is_sharded=is_sharded
         )
 
-    def _mix(
-        self, name: str, i: int, bank: list[Float[Array, "t H"]], prefix: Float[Array, "t H"]
-    ) -> Float[Array, "t H"]:
-        """Attention residual of layer `i` over the bank and the running prefix."""
-        if not bank:
-            return prefix
+    def _norm(
+        self,
+        mix: str,
+        norm: str,
+        i: int,
+        bank: list[Float[Array, "t H"]],
+        prefix: Float[Array, "t H"],
+        out: Float[Array, "t H"] | None,
+    ) -> tuple[Float[Array, "t H"], Float[Array, "t H"]]:
+        """Add `out` to the prefix; mix and norm the input of the next sub-layer of layer `i`."""
         norms = self.norms()
-        return self._attn_res(bank, prefix, norms[f"{name}_norm"][i], norms[f"{name}_proj"][i])
+        weights = (norms[f"{mix}_norm"][i], norms[f"{mix}_proj"][i]) if bank else None
+        with jax.named_scope("attn_res"):
+            eps = self.cfg.rms_norm_eps
+            return attn_res_norm(bank, prefix, out, weights, norms[norm][i], eps=eps)
 
-    def _output_mix(
-        self, bank: list[Float[Array, "t H"]], prefix: Float[Array, "t H"]
-    ) -> Float[Array, "t H"]:
-        if not bank:
-            return prefix
-        top = self.top()
-        return self._attn_res(bank, prefix, top["output_res_norm"], top["output_res_proj"])
-
-    def _attn_res(
+    def _final_norm(
         self,
         bank: list[Float[Array, "t H"]],
         prefix: Float[Array, "t H"],
-        norm: Float[Array, " H"],
-        proj: Float[Array, " H"],
+        out: Float[Array, "t H"] | None,
     ) -> Float[Array, "t H"]:
+        top = self.top()
+        weights = (top["output_res_norm"], top["output_res_proj"]) if bank else None
         with jax.named_scope("attn_res"):
-            return attn_res_mix((*bank, prefix), norm, proj, eps=self.cfg.rms_norm_eps)
+            eps = self.cfg.rms_norm_eps
+            return attn_res_norm(bank, prefix, out, weights, top["norm"], eps=eps)[1]
 
 
 def shards_tokens(parallel: ParallelConfig, kind: Kind, num_tokens: int) -> bool:

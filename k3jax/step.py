@@ -23,11 +23,12 @@ from k3jax import inputs
 from k3jax.buckets import Bucket
 from k3jax.cache_spec import layer_groups
 from k3jax.config import Dtype, ModelConfig
-from k3jax.model import K3, shards_tokens
+from k3jax.draft.acceptance import verify
+from k3jax.model import K3, Forward, shards_tokens
 from k3jax.params import describe
 from k3jax.pool import PoolLayout, clear_pages, copy_pages
 from k3jax.sampling import sample
-from k3jax.step_meta import StepMeta, last_token_of_row, step_meta
+from k3jax.step_meta import StepMeta, last_token_of_row, row_of_token, step_meta
 from pallas_kernels.settings import AUTOMATIC, KernelSettings, using
 from sharding import collectives
 from sharding.axes import ParallelConfig
@@ -91,6 +92,8 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
     def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
         fields = unpack(packed[collectives.replica()], bucket, program.num_recurrent_groups)
         run = _run(program, bucket, params, pool, buffer, fields)
+        if bucket.num_drafts:
+            return _verified(program, run, fields, buffer)
         logits = run.logits(run.take(last_token_of_row(run.meta.row_offsets)))
         with jax.named_scope("sample"):
             ids, finite = sample(
@@ -191,10 +194,7 @@ def unpack(
 def _resolve_tokens(fields: dict[str, Array], buffer: Int32[Array, " R"]) -> Int32[Array, " T"]:
     """Token ids of the step; those that the host does not know yet come from the token buffer."""
     tokens = fields["tokens"]
-    row = jnp.searchsorted(
-        fields["row_offsets"][1:], jnp.arange(tokens.shape[0], dtype=jnp.int32), side="right"
-    )
-    slot = fields["slots"][jnp.minimum(row, fields["slots"].shape[0] - 1)]
+    slot = fields["slots"][row_of_token(fields["row_offsets"], tokens.shape[0])]
     return jnp.where(tokens == inputs.FROM_DEVICE, buffer[slot], tokens)
 
 
@@ -204,11 +204,22 @@ class _Run:
 
     model: K3
     params: Params
-    hidden: Float[Array, "t H"]
+    tokens: Int32[Array, " T"]
+    forward: Forward
     is_sharded: bool
-    pool: UInt16[Array, "1 Z P W words"]
-    load: Int32[Array, " R"]
     meta: StepMeta
+
+    @property
+    def hidden(self) -> Float[Array, "t H"]:
+        return self.forward.hidden
+
+    @property
+    def pool(self) -> UInt16[Array, "1 Z P W words"]:
+        return self.forward.pool[None]
+
+    @property
+    def load(self) -> Int32[Array, " R"]:
+        return self.forward.load
 
     def take(self, tokens: Int32[Array, " S"]) -> Float[Array, "S H"]:
         """Hidden states of some tokens."""
@@ -236,8 +247,7 @@ def _run(
     """Run all layers on one rank."""
     layout = program.layout
     meta = step_meta(
-        bucket.kind,
-        bucket.tokens,
+        bucket,
         fields["row_offsets"],
         fields["computed"],
         fields["attention_pages"],
@@ -250,9 +260,51 @@ def _run(
     )
     model = K3(program.cfg, program.parallel, program.dtype)
     tokens = _resolve_tokens(fields, buffer)
-    hidden, local_pool, load = _apply(model, params, tokens, pool[0], meta, layout)
+    forward = _apply(model, params, tokens, pool[0], meta, layout)
     is_sharded = shards_tokens(program.parallel, bucket.kind, bucket.tokens)
-    return _Run(model, params, hidden, is_sharded, local_pool[None], load, meta)
+    return _Run(model, params, tokens, forward, is_sharded, meta)
+
+
+def _verified(
+    program: Program, run: _Run, fields: Mapping[str, Array], buffer: Int32[Array, " R"]
+) -> tuple[Array, ...]:
+    """End of a step with drafts: which of them stay, the states after these, the next tokens."""
+    meta = run.meta
+    rows, slots = meta.lengths.shape[0], 1 + meta.num_drafts
+    hidden = meta.to_slots(run.all())
+    logits = run.logits(hidden.reshape(rows * slots, -1)).reshape(rows, slots, -1)
+    is_used = jnp.arange(slots)[None] < meta.lengths[:, None]
+    finite = jnp.all(jnp.isfinite(logits) | ~is_used[:, :, None], axis=(1, 2))
+    drafts = meta.to_slots(run.tokens)[:, 1:]
+    with jax.named_scope("accept"):
+        verdict = verify(
+            logits,
+            drafts,
+            jnp.maximum(meta.lengths - 1, 0),
+            fields["temperature"],
+            fields["top_k"],
+            fields["top_p"],
+            fields["seeds"],
+            meta.computed + 1,
+        )
+    staying = jnp.where(meta.lengths > 0, 1 + verdict.num_drafts, 0)
+    pool = _apply(
+        run.model, run.params, run.forward.trials, staying, run.forward.pool, meta, method="commit"
+    )
+    wanted = (fields["sample"] != 0) & (meta.lengths > 0)
+    scratch = jnp.where(wanted, fields["slots"], program.max_rows)
+    buffer = buffer.at[scratch].set(verdict.next_token, mode="drop")
+    result = jnp.concatenate(
+        [
+            verdict.next_token,
+            finite.astype(jnp.int32),
+            verdict.num_drafts,
+            drafts.reshape(-1),
+            run.forward.load,
+        ]
+    )
+    with jax.named_scope("result"):
+        return pool[None], buffer, collectives.gather_replicas(result)
 
 
 def _apply(model: K3, params: Params, *args: Any, method: str | None = None) -> Any:

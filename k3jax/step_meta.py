@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, Shaped
 
-from k3jax.buckets import Kind
+from k3jax.buckets import Bucket, Kind
 
 
 @struct.dataclass
@@ -14,7 +14,8 @@ class StepMeta:
     """Index arrays that all layers of a step share.
 
     Attributes:
-      kind: `decode` promises that row `s` has the one token `s`, or none.
+      kind: `decode` without drafts promises that row `s` has the one token `s`, or none.
+      num_drafts: drafts that a row of a decode step can bring behind its token.
       row_offsets: row `s` owns tokens `row_offsets[s]:row_offsets[s + 1]`.
       computed: tokens of the row that the cache already holds.
       context: tokens of the row after this step; 0 for a row not in use.
@@ -29,6 +30,7 @@ class StepMeta:
     """
 
     kind: Kind = struct.field(pytree_node=False)
+    num_drafts: int = struct.field(pytree_node=False)
     row_offsets: Int32[Array, " S1"]
     computed: Int32[Array, " S"]
     context: Int32[Array, " S"]
@@ -41,10 +43,34 @@ class StepMeta:
     export_tokens: Int32[Array, " S"]
     export_pages: Int32[Array, "S G"]
 
+    @property
+    def lengths(self) -> Int32[Array, " S"]:
+        """Tokens of each row in this step."""
+        return self.row_offsets[1:] - self.row_offsets[:-1]
+
+    def to_slots(self, x: Shaped[Array, " T *dims"]) -> Shaped[Array, " S X *dims"]:
+        """Flat tokens as `1 + num_drafts` slots of each row; slots not in use hold anything."""
+        slot = jnp.arange(1 + self.num_drafts, dtype=jnp.int32)
+        token = self.row_offsets[:-1, None] + slot[None]
+        return x[jnp.minimum(token, x.shape[0] - 1)]
+
+    def from_slots(self, x: Shaped[Array, " S X *dims"]) -> Shaped[Array, " T *dims"]:
+        """The inverse of `to_slots`; padding tokens hold anything."""
+        token = jnp.arange(self.used.shape[0], dtype=jnp.int32)
+        row = row_of_token(self.row_offsets, token.shape[0])
+        slot = jnp.clip(token - self.row_offsets[row], 0, self.num_drafts)
+        return x[row, slot]
+
+
+def row_of_token(row_offsets: Int32[Array, " S1"], num_tokens: int) -> Int32[Array, " T"]:
+    """Row of each flat token; the last row for padding."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(row_offsets[1:], token, side="right").astype(jnp.int32)
+    return jnp.minimum(row, row_offsets.shape[0] - 2)
+
 
 def step_meta(
-    kind: Kind,
-    num_tokens: int,
+    bucket: Bucket,
     row_offsets: Int32[Array, " S1"],
     computed: Int32[Array, " S"],
     attention_pages: Int32[Array, "S M"],
@@ -56,18 +82,18 @@ def step_meta(
     page_tokens: int,
     num_pages: int,
 ) -> StepMeta:
-    """Derive the shared index arrays of a step of `num_tokens` flat tokens."""
+    """Derive the shared index arrays of a step."""
     num_rows = computed.shape[0]
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    token = jnp.arange(bucket.tokens, dtype=jnp.int32)
     used = token < row_offsets[num_rows]
-    row = jnp.searchsorted(row_offsets[1:], token, side="right").astype(jnp.int32)
-    row = jnp.minimum(row, num_rows - 1)
+    row = row_of_token(row_offsets, bucket.tokens)
     position = computed[row] + token - row_offsets[row]
     column = jnp.clip(position // page_tokens, 0, attention_pages.shape[1] - 1)
     lengths = row_offsets[1:] - row_offsets[:-1]
     in_use = lengths > 0
     return StepMeta(
-        kind=kind,
+        kind=bucket.kind,
+        num_drafts=bucket.num_drafts,
         row_offsets=row_offsets,
         computed=computed,
         context=jnp.where(in_use, computed + lengths, 0),

@@ -24,11 +24,13 @@ class Handle:
 
     Attributes:
       max_rows: of each replica in the result, padding included.
+      num_drafts: that each row of the step can bring.
       num_rows: of each replica's plan; 0 if it has none.
     """
 
     step_id: int
     max_rows: int
+    num_drafts: int
     num_rows: tuple[int, ...]
     result: jax.Array
 
@@ -48,19 +50,25 @@ class Executor:
         result = self._model.run(plan.bucket, packed)
         result.copy_to_host_async()
         num_rows = tuple(len(one.rows) if one else 0 for one in plan.plans)
-        return Handle(plan.step_id, plan.bucket.rows, num_rows, result)
+        bucket = plan.bucket
+        return Handle(plan.step_id, bucket.rows, bucket.num_drafts, num_rows, result)
 
     def collect(self, handle: Handle) -> GroupResult:
         """Wait for a step and return its sampled tokens, one a row of each plan."""
-        output = unpack(np.asarray(handle.result), rows=handle.max_rows)
+        output = unpack(np.asarray(handle.result), handle.max_rows, handle.num_drafts)
         return GroupResult(
             step_id=handle.step_id,
             results=tuple(
-                StepResult(step_id=handle.step_id, tokens=tokens[:count], finite=finite[:count])
+                StepResult(
+                    step_id=handle.step_id,
+                    tokens=tokens[:count],
+                    finite=finite[:count],
+                    accepted=accepted[:count],
+                )
                 if count
                 else None
-                for tokens, finite, count in zip(
-                    output.tokens, output.finite, handle.num_rows, strict=True
+                for tokens, finite, accepted, count in zip(
+                    output.tokens, output.finite, output.accepted, handle.num_rows, strict=True
                 )
             ),
             expert_load=tuple(output.expert_load.tolist()),

@@ -51,10 +51,10 @@ def pack_plan(
 def _fill_rows(inputs: StepInputs, plan: StepPlan, num_recurrent_groups: int) -> None:
     count = len(plan.rows)
     # A plan has up to hundreds of rows: one turn from rows to columns, then whole columns.
-    _, slots, starts, _, tokens, pages, sources, targets, samples, sampling, *_ = zip(
+    _, slots, starts, lengths, tokens, pages, sources, targets, samples, sampling, *_ = zip(
         *plan.rows, strict=True
     )
-    _fill_tokens(inputs, tokens)
+    _fill_tokens(inputs, lengths, tokens)
     _fill_attention_pages(inputs, pages)
     inputs.computed[:count] = starts
     inputs.slots[:count] = slots
@@ -68,13 +68,18 @@ def _fill_rows(inputs: StepInputs, plan: StepPlan, num_recurrent_groups: int) ->
     inputs.seeds[:count] = [one.seed for one in sampling]
 
 
-def _fill_tokens(inputs: StepInputs, tokens: tuple[tuple[int, ...] | None, ...]) -> None:
+def _fill_tokens(
+    inputs: StepInputs, lengths: tuple[int, ...], tokens: tuple[tuple[int, ...] | None, ...]
+) -> None:
     """Token ids, and the offsets that cut them into rows."""
-    if tokens.count(None) == len(tokens):  # the usual decoding step
+    if tokens.count(None) == len(tokens) == sum(lengths):  # the usual decoding step
         inputs.tokens[: len(tokens)] = FROM_DEVICE
         inputs.row_offsets[:] = np.minimum(np.arange(len(inputs.row_offsets)), len(tokens))
         return
-    known = [(FROM_DEVICE,) if row is None else row for row in tokens]
+    known = [
+        (FROM_DEVICE,) * length if row is None else row
+        for length, row in zip(lengths, tokens, strict=True)
+    ]
     flat = list(itertools.chain.from_iterable(known))
     inputs.tokens[: len(flat)] = flat
     inputs.row_offsets[1:] = len(flat)

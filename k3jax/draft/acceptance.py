@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from k3jax.sampling import best, gumbel
+from k3jax.sampling import best, filtered, gumbel
 
 Rule = Literal["rejection", "block"]
 _UNIFORM = 0x5EED  # sets the draws of the rules apart from those of tokens
@@ -94,6 +94,46 @@ def accept(
     left_SV = jnp.where(jnp.sum(left_SV, axis=-1, keepdims=True) > 0, left_SV, p_SV)
     noise_SV = gumbel(seeds, positions + num_S, vocab)
     return Accepted(num_S.astype(jnp.int32), best(jnp.log(left_SV) + noise_SV))
+
+
+def verify(
+    logits_SXV: Float32[Array, "S X V"],
+    drafts_SN: Int32[Array, "S N"],
+    num_drafts_S: Int32[Array, " S"],
+    temperature: Float32[Array, " S"],
+    top_k: Int32[Array, " S"],
+    top_p: Float32[Array, " S"],
+    seeds: UInt32[Array, " S"],
+    positions: Int32[Array, " S"],
+    *,
+    draft_SNV: Float32[Array, "S N V"] | None = None,
+    rule: Rule = "block",
+) -> Accepted:
+    """`accept` by the logits of the target and the sampling parameters of each row.
+
+    Args:
+      logits_SXV: of the target after the anchor and after each draft.
+      temperature, top_k, top_p: as in `sampling.sample`.
+      Others: as in `accept`.
+    """
+    rows, slots, vocab = logits_SXV.shape
+
+    def drawn() -> Accepted:
+        each = [jnp.repeat(x, slots) for x in (temperature, top_k, top_p)]
+        target = filtered(logits_SXV.reshape(rows * slots, vocab), *each)
+        return accept(
+            target.reshape(rows, slots, vocab), drafts_SN, draft_SNV, num_drafts_S, seeds,
+            positions, rule=rule,
+        )  # fmt: skip
+
+    def greedy() -> Accepted:
+        best_SX = best(logits_SXV.reshape(rows * slots, vocab)).reshape(rows, slots)
+        is_draft = jnp.arange(slots - 1)[None] < num_drafts_S[:, None]
+        taken = (drafts_SN == best_SX[:, :-1]) & is_draft
+        num_S = jnp.sum(jnp.cumprod(taken.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
+        return Accepted(num_S, jnp.take_along_axis(best_SX, num_S[:, None], axis=1)[:, 0])
+
+    return jax.lax.cond(jnp.any(temperature > 0), drawn, greedy)
 
 
 def _block(

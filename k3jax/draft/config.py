@@ -7,10 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from k3jax.config import ConfigError, ModelConfig
-
-# An anchor and this many drafts are verified in one step.
-MAX_DRAFTS = 7
+from k3jax.config import MAX_DRAFTS, ConfigError, ModelConfig
 
 TapMode = Literal["prefix", "mixture"]
 

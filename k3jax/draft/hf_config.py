@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from k3jax.config import ConfigError
-from k3jax.draft.config import MAX_DRAFTS, GqaShape, MlaShape, Rope, Yarn, mla_softmax_scale
+from k3jax.config import MAX_DRAFTS, ConfigError
+from k3jax.draft.config import GqaShape, MlaShape, Rope, Yarn, mla_softmax_scale
 from k3jax.hf_config import Reader, refuse_unknown
 
 _OURS = frozenset({"tap_mode", "causal_block", "context_window"})

@@ -50,9 +50,18 @@ def kda_decode_paged(
     window = window_SXhK.reshape(window.shape)
     pool_ZPWE = write_states(pool_ZPWE, target_S, window, state, position=position)
     with jax.named_scope("output"):
-        o_SND = o_SND.astype(jnp.float32)
-        variance_SN1 = jnp.mean(o_SND**2, axis=-1, keepdims=True)
-        normed_SND = o_SND * lax.rsqrt(variance_SN1 + eps) * o_norm_D[None, None]
-        y_SND = normed_SND * sigmoid_f32(gate_SND)
-        y_SND = jnp.where((target_S == 0)[:, None, None], 0.0, y_SND)
-        return round_to(y_SND, qkv_S3ND.dtype), pool_ZPWE
+        y_SND = gated_norm(o_SND, gate_SND, o_norm_D, eps)
+        return jnp.where((target_S == 0)[:, None, None], jnp.zeros_like(y_SND), y_SND), pool_ZPWE
+
+
+def gated_norm(
+    o_SND: Float[Array, "S N D"],
+    gate_SND: Float[Array, "S N D"],
+    o_norm_D: Float32[Array, " D"],
+    eps: float,
+) -> Float[Array, "S N D"]:
+    """Return o * rsqrt(mean o^2 + eps) * o_norm * sigmoid(gate), in the compute dtype."""
+    o_f32 = o_SND.astype(jnp.float32)
+    variance_SN1 = jnp.mean(o_f32**2, axis=-1, keepdims=True)
+    normed_SND = o_f32 * lax.rsqrt(variance_SN1 + eps) * o_norm_D[None, None]
+    return round_to(normed_SND * sigmoid_f32(gate_SND), o_SND.dtype)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt16
 
 from pallas_kernels.checks import bind_dims, check_activations, check_dtypes, wrong
 from pallas_kernels.dispatch import Op, run
-from pallas_kernels.kda import composed, mosaic_decode
+from pallas_kernels.kda import composed, mosaic_decode, triton_decode
 from pallas_kernels.words import words_per_number
 
 KDA_DECODE_PAGED = Op(
@@ -24,6 +24,7 @@ KDA_DECODE_PAGED = Op(
         "reference": functools.partial(composed.kda_decode_paged, implementation="reference"),
         "xla": functools.partial(composed.kda_decode_paged, implementation="xla"),
         "mosaic": mosaic_decode.kda_decode_paged,
+        "triton": triton_decode.kda_decode_paged,
     },
 )
 
@@ -77,22 +78,8 @@ def kda_decode_paged(
     check_activations(op, **activations)
     check_dtypes(op, [jnp.float32], **parameters)
     check_dtypes(op, [jnp.int32], **pages)
-    check_dtypes(op, [jnp.uint16], pool_ZPWE=pool_ZPWE)
     dims = bind_dims(op, **activations, **parameters, **pages, pool_ZPWE=pool_ZPWE)
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(
-            wrong(
-                op, "lower_bound", lower_bound, "a negative number", "pass None for softplus gates"
-            )
-        )
-    if not 0 <= position < dims["Z"]:
-        raise ValueError(wrong(op, "position", position, f"0 to {dims['Z'] - 1}", "see the pool"))
-    width, page_words = dims["N"] * dims["D"], dims["W"] * dims["E"]
-    needed = 3 * (dims["X"] - 1) * width * words_per_number(qkv_S3ND.dtype) + 2 * width * dims["D"]
-    if page_words < needed:
-        raise ValueError(
-            wrong(op, "page size", f"{page_words} words", f"{needed} or more", "add tokens")
-        )
+    check_layer(op, qkv_S3ND, pool_ZPWE, taps=dims["X"], position=position, lower_bound=lower_bound)
     return run(
         KDA_DECODE_PAGED,
         implementation,
@@ -104,3 +91,38 @@ def kda_decode_paged(
         lower_bound=lower_bound,
         eps=eps,
     )
+
+
+def check_layer(
+    op: str,
+    qkv: Float[Array, "... N D"],
+    pool_ZPWE: UInt16[Array, "Z P W E"],
+    *,
+    taps: int,
+    position: int,
+    lower_bound: float | None,
+) -> None:
+    """Raise ValueError or TypeError if a layer's gate, or its states in the pool, are impossible.
+
+    Args:
+      qkv: in the dtype of the windows. taps: of the convolution.
+    """
+    check_dtypes(op, [jnp.uint16], pool_ZPWE=pool_ZPWE)
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(
+            wrong(
+                op, "lower_bound", lower_bound, "a negative number", "pass None for softplus gates"
+            )
+        )
+    num_positions, _, page_tokens, entry_words = pool_ZPWE.shape
+    if not 0 <= position < num_positions:
+        raise ValueError(
+            wrong(op, "position", position, f"0 to {num_positions - 1}", "see the pool")
+        )
+    (heads, dim), page_words = qkv.shape[-2:], page_tokens * entry_words
+    window_words = 3 * (taps - 1) * heads * dim * words_per_number(qkv.dtype)
+    needed = window_words + heads * dim * dim * words_per_number(jnp.float32)
+    if page_words < needed:
+        raise ValueError(
+            wrong(op, "page size", f"{page_words} words", f"{needed} or more", "add tokens")
+        )

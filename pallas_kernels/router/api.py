@@ -11,9 +11,16 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.checks import bind_dims, check_dtypes, wrong
 from pallas_kernels.dispatch import Op, run
-from pallas_kernels.router import reference, xla
+from pallas_kernels.router import mosaic_gpu, reference, xla
 
-ROUTE = Op(name="route", implementations={"reference": reference.route, "xla": xla.route})
+ROUTE = Op(
+    name="route",
+    implementations={
+        "reference": reference.route,
+        "xla": xla.route,
+        "mosaic": mosaic_gpu.route,
+    },
+)
 
 
 def route(

@@ -36,7 +36,8 @@ class Limits:
       by_priority: the smallest `Request.priority` first; else first come, first served.
       preempts_itself: a request that finds no page, and nobody to take it from, goes back to the
         queue; else it waits with the pages that it has.
-      num_drafts: draft tokens of a decoding row and step.
+      num_drafts: draft tokens of a decoding row and step, at most.
+      drafter: who proposes them: `device` has them in its buffer, `ngram` is `scheduler.ngram`.
 
     Raises:
       ConfigError: values that exclude each other, all at once.
@@ -59,6 +60,7 @@ class Limits:
     by_priority: bool = False
     preempts_itself: bool = False
     num_drafts: int = 0
+    drafter: Literal["device", "ngram"] = "device"
 
     def __post_init__(self) -> None:
         problems = _check_limits(self)
@@ -85,6 +87,7 @@ def make_limits(
     vocab_size: int,
     max_waiting: int = 1024,
     max_waiting_tokens: int | None = None,
+    drafter: Literal["device", "ngram"] = "ngram",
 ) -> Limits:
     """Limits of a server.
 
@@ -107,6 +110,8 @@ def make_limits(
         max_waiting_tokens=max_waiting_tokens,
         buckets=bucket_table(engine, page_tokens=geometry.page_tokens),
         vocab_size=vocab_size,
+        num_drafts=engine.num_drafts,
+        drafter=drafter,
     )
 
 

@@ -18,6 +18,7 @@ from k3jax.buckets import Kind
 from serving import page_table
 from serving.page_table import MISS, Allocation, Chunk, Effect, Hit, Move, OutOfPages
 from serving.plan import Admission, PageCopy, RowPlan, StateExport, StepPlan
+from serving.scheduler import ngram
 from serving.scheduler.chunking import chunk_end
 from serving.scheduler.limits import Limits
 from serving.scheduler.room import extend_running, num_spare, reclaim_paused
@@ -121,7 +122,7 @@ def _plan_running(
             break
         if request_id in paused or request_id not in state.running:
             continue  # the latter: a more important row has just preempted it
-        start = ends.get(request_id, row.computed)
+        start, drafts = ends.get(request_id, row.computed), None
         if start < row.prefill_end:
             if kind == "decode":
                 continue
@@ -140,11 +141,17 @@ def _plan_running(
             elif request_id in ends:
                 continue  # what was accepted decides where it goes on
             end = start + min(1 + num_drafts, draft.budget)
+            if num_drafts and limits.drafter == "ngram":
+                room = min(end, row.request.max_cached_tokens) - start - 1
+                drafts = ngram.propose(
+                    row.tokens(max(0, row.known - ngram.WINDOW_TOKENS), row.known), room
+                )
+                end = start + 1 + len(drafts)
         chunk = _chunk(state, row, start, end)
         state, effects = extend_running(state, limits, request_id, chunk, paused)
         owners = state.table.owners
         if effects is not None:
-            draft.add(_row_plan(row, owners[request_id], chunk, effects), effects)
+            draft.add(_row_plan(row, owners[request_id], chunk, effects, drafts), effects)
     return state
 
 
@@ -300,9 +307,14 @@ def _quiet_row(row: Running, allocation: Allocation, start: int) -> RowPlan:
 
 
 def _row_plan(
-    row: Running, allocation: Allocation, chunk: Chunk, effects: tuple[Effect, ...]
+    row: Running,
+    allocation: Allocation,
+    chunk: Chunk,
+    effects: tuple[Effect, ...],
+    drafts: tuple[int, ...] | None = None,
 ) -> RowPlan:
-    """One chunk of a request. The token of a decoding row is on the device."""
+    """One chunk of a request. The token of a decoding row is on the device, and so are its drafts
+    unless they are given."""
     move = next((effect for effect in effects if isinstance(effect, Move)), Move((), ()))
     is_decode = chunk.start >= row.prefill_end
     return RowPlan(
@@ -310,7 +322,7 @@ def _row_plan(
         slot=row.slot,
         start=chunk.start,
         length=chunk.end - chunk.start,
-        tokens=None if is_decode else row.tokens(chunk.start, chunk.end),
+        tokens=_tokens(row, chunk, drafts) if drafts or not is_decode else None,
         attention_pages=allocation.attention,
         state_source=move.source,
         state_target=move.target,
@@ -320,6 +332,11 @@ def _row_plan(
         num_drafts=chunk.num_drafts,
         draft_states=move.draft_states,
     )
+
+
+def _tokens(row: Running, chunk: Chunk, drafts: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Known tokens of a chunk, then its drafts."""
+    return row.tokens(chunk.start, chunk.end - chunk.num_drafts) + (drafts or ())
 
 
 def _launch(

@@ -1,6 +1,8 @@
 """The fused decode step of KDA on the page pool: values, pages, and the kernel for Hopper."""
 
 import functools
+import importlib.util
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,51 +11,25 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda import kda_decode_paged, mosaic_decode, read_states, write_states
+from pallas_kernels.kda import kda_decode_paged, mosaic_decode, triton_decode
 from pallas_kernels.kda.paged import KDA_DECODE_PAGED
+from tests.numerics.kda_pages import PAGES, POSITION, paged_inputs, states
 from tests.numerics.support import BF16, CHUNKED_F32, F32, each_implementation, relative_error
 
-SETTINGS = {"position": 1, "lower_bound": -5.0, "eps": 1e-5}
-PAGES = 9
+SETTINGS = {"position": POSITION, "lower_bound": -5.0, "eps": 1e-5}
+each_kernel = pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 op = jax.jit(kda_decode_paged, static_argnames=("position", "lower_bound", "eps", "implementation"))
 
 
-def _inputs(source, target, *, heads=2, dim=8, dtype=jnp.float32, seed=0):
-    """Random arguments as a dict; pages that no row reads hold NaN."""
-    keys = iter(jax.random.split(jax.random.key(seed), 10))
-
-    def normal(*shape, dtype=jnp.float32):
-        return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
-
-    rows, page_words = len(source), heads * dim * (2 * dim + 24)
-    inputs = {
-        "qkv": normal(rows, 3, heads, dim, dtype=dtype),
-        "f": normal(rows, heads, dim, dtype=dtype),
-        "b": normal(rows, heads, dtype=dtype),
-        "gate": normal(rows, heads, dim, dtype=dtype),
-        "taps": normal(3, heads, dim, 4),
-        "A_log": normal(heads),
-        "dt_bias": normal(heads, dim),
-        "o_norm": normal(dim),
-    }
-    window, state = normal(rows, 3, 3, heads, dim, dtype=dtype), normal(rows, heads, dim, dim)
-    pool = jnp.full((3, PAGES, 8, page_words // 8), 0xFFFF, jnp.uint16)
-    source, target = (jnp.asarray(pages, jnp.int32) for pages in (source, target))
-    pool = write_states(pool, source, window, state, position=SETTINGS["position"])
-    return inputs | {"pool": pool, "source": source, "target": target}
-
-
-def _states(inputs, pool, pages):
-    shape = (3, *inputs["qkv"].shape[1:])
-    window, state, _ = read_states(
-        pool, pages, shape, inputs["qkv"].dtype, position=SETTINGS["position"]
-    )
-    return window, state
+def _inputs(source, target, **options):
+    pages = {name: jnp.asarray(value, jnp.int32) for name, value in zip(
+        ("source", "target"), (source, target), strict=True)}  # fmt: skip
+    return paged_inputs(source, **options) | pages
 
 
 def _float64(inputs):
     """Outputs, windows and states of all rows, from the equations."""
-    window, state = _states(inputs, inputs["pool"], inputs["source"])
+    window, state = states(inputs, inputs["pool"], inputs["source"])
     x = {name: np.asarray(value, np.float64) for name, value in inputs.items()}
 
     def sigmoid(z):
@@ -77,7 +53,7 @@ def test_outputs_and_states_match_float64(implementation):
     inputs = _inputs([3, 0, 8, 1], [3, 4, 2, 1])
     y, pool = op(*inputs.values(), **SETTINGS, implementation=implementation)
     want_y, want_window, want_state = _float64(inputs)
-    window, state = _states(inputs, pool, inputs["target"])
+    window, state = states(inputs, pool, inputs["target"])
     assert relative_error(y, want_y) < F32
     np.testing.assert_array_equal(window, want_window.astype(np.float32))
     assert relative_error(state, want_state) < F32
@@ -90,8 +66,8 @@ def _check_pages(run):
     y, pool = run(*inputs.values(), **SETTINGS)
     assert relative_error(y, want_y) < BF16
     assert not np.any(np.asarray(y[3]))
-    window, state = _states(inputs, pool, inputs["target"])
-    want_window, want_state = _states(inputs, want, inputs["target"])
+    window, state = states(inputs, pool, inputs["target"])
+    want_window, want_state = states(inputs, want, inputs["target"])
     np.testing.assert_array_equal(window, want_window)
     assert relative_error(state, want_state) < CHUNKED_F32
     words = 2 * 128 * (2 * 128 + 9)
@@ -145,6 +121,8 @@ def test_the_kernel_refuses_by_name(monkeypatch):
     if jax.default_backend() == "cpu":
         with pytest.raises(NotImplementedError, match=r"mosaic: .*Hopper GPU"):
             op(*inputs.values(), **SETTINGS, implementation="mosaic")
+        with pytest.raises(NotImplementedError, match="triton: the JAX backend is cpu, not a GPU"):
+            op(*inputs.values(), **SETTINGS, implementation="triton")
     monkeypatch.setattr(mosaic_decode, "require_hopper", lambda: None)
     with pytest.raises(NotImplementedError, match="takes bfloat16 activations: got float32"):
         kda_decode_paged(*inputs.values(), **SETTINGS, implementation="mosaic")
@@ -156,6 +134,25 @@ def test_the_kernel_refuses_by_name(monkeypatch):
         kda_decode_paged(
             *inputs.values(), **SETTINGS | {"lower_bound": None}, implementation="mosaic"
         )
+
+
+def test_triton_refuses_by_name(monkeypatch):
+    def devices(capability):
+        device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+
+    for capability in ("7.5", "gfx942"):
+        devices(capability)
+        with pytest.raises(NotImplementedError, match=f"compute capability {capability}, not 8.0"):
+            triton_decode.require_triton()
+    devices("8.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match="the package jax_triton is not installed"):
+        triton_decode.require_triton()
+    monkeypatch.setattr(triton_decode, "require_triton", lambda: None)
+    inputs = _inputs([1], [1])
+    with pytest.raises(NotImplementedError, match=r"takes a head dim of \(16, .*\): got 8"):
+        kda_decode_paged(*inputs.values(), **SETTINGS, implementation="triton")
 
 
 def test_bad_arguments_are_named():
@@ -180,15 +177,16 @@ def _adversarial(case, rows, heads, seed):
 
 
 @pytest.mark.gpu
+@each_kernel
 @pytest.mark.parametrize("case", ["random", "gates at -5", "parallel keys"])
 @pytest.mark.parametrize(("rows", "heads"), [(1, 12), (8, 12), (3, 48), (8, 96)])
-def test_the_kernel_matches_the_reference(case, rows, heads):
+def test_the_kernel_matches_the_reference(implementation, case, rows, heads):
     inputs = _adversarial(case, rows, heads, seed=np.random.SeedSequence().entropy % 2**31)
     want_y, want = op(*inputs.values(), **SETTINGS, implementation="reference")
-    y, pool = op(*inputs.values(), **SETTINGS, implementation="mosaic")
+    y, pool = op(*inputs.values(), **SETTINGS, implementation=implementation)
     assert relative_error(y, want_y) < BF16
-    window, state = _states(inputs, pool, inputs["target"])
-    want_window, want_state = _states(inputs, want, inputs["target"])
+    window, state = states(inputs, pool, inputs["target"])
+    want_window, want_state = states(inputs, want, inputs["target"])
     np.testing.assert_array_equal(window, want_window)
     # Of a million values some come out of the convolution on the other side of a bf16 tie.
     assert relative_error(state, want_state) < BF16 / 10
@@ -196,20 +194,38 @@ def test_the_kernel_matches_the_reference(case, rows, heads):
 
 
 @pytest.mark.gpu
-def test_the_kernel_on_a_gpu_changes_only_target_pages():
-    _check_pages(functools.partial(op, implementation="mosaic"))
+@each_kernel
+def test_the_kernel_on_a_gpu_changes_only_target_pages(implementation):
+    _check_pages(functools.partial(op, implementation=implementation))
 
 
 @pytest.mark.gpu
-def test_bits_of_a_row_do_not_depend_on_its_batch():
+@pytest.mark.parametrize(("lower_bound", "dtype"), [(-5.0, jnp.float32), (None, jnp.bfloat16)])
+@pytest.mark.parametrize("dim", [16, 64])
+def test_the_triton_kernel_takes_other_sizes_and_gates(lower_bound, dtype, dim):
+    inputs = _inputs([3, 0, 8, 1], [3, 4, 2, 1], heads=3, dim=dim, dtype=dtype)
+    settings = SETTINGS | {"lower_bound": lower_bound}
+    want_y, want = op(*inputs.values(), **settings, implementation="reference")
+    y, pool = op(*inputs.values(), **settings, implementation="triton")
+    tolerance = F32 if dtype == jnp.float32 else BF16
+    assert relative_error(y, want_y) < tolerance
+    window, state = states(inputs, pool, inputs["target"])
+    want_window, want_state = states(inputs, want, inputs["target"])
+    np.testing.assert_array_equal(window, want_window)
+    assert relative_error(state, want_state) < tolerance
+
+
+@pytest.mark.gpu
+@each_kernel
+def test_bits_of_a_row_do_not_depend_on_its_batch(implementation):
     inputs = _adversarial("random", 8, 12, seed=5)
-    y, pool = op(*inputs.values(), **SETTINGS, implementation="mosaic")
+    y, pool = op(*inputs.values(), **SETTINGS, implementation=implementation)
     for row in (0, 5):
         alone = {
             name: value[row : row + 1] if name in ("qkv", "f", "b", "gate", "source", "target")
             else value for name, value in inputs.items()
         }  # fmt: skip
-        y_alone, pool_alone = op(*alone.values(), **SETTINGS, implementation="mosaic")
+        y_alone, pool_alone = op(*alone.values(), **SETTINGS, implementation=implementation)
         np.testing.assert_array_equal(y_alone[0], y[row])
         page = int(inputs["target"][row])
         np.testing.assert_array_equal(pool_alone[1, page], pool[1, page])

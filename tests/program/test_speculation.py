@@ -1,0 +1,155 @@
+"""Drafts never change greedy tokens, whoever proposes them (KF-S02, S03, S05, S06)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from k3jax.buckets import bucket_table
+from k3jax.cache_spec import cache_spec
+from k3jax.config import EngineConfig
+from k3jax.paged_model import PagedModel
+from k3jax.step import serving_step
+from serving.page_table.alignment import PageGeometry, align
+from serving.request import Request, SamplingParams
+from serving.scheduler import make_limits, ngram
+from tests import tiny
+from tests.fakes import SchedulerDriver
+from tests.models import StepExecutor, open_model, program_of
+
+CFG = tiny.tiny_config()
+NUM_DRAFTS, NUM_PAGES, MAX_TOKENS = 3, 26, 30
+# Around the page of 40 tokens and the chunk of 64.
+LENGTHS = (1, 7, 39, 40, 41, 64, 65, 80)
+Propose = Callable[[Sequence[int], int], tuple[int, ...]]
+
+
+@functools.cache
+def engine(num_drafts: int) -> EngineConfig:
+    return EngineConfig(
+        dtype="float32", max_rows=4, max_context_tokens=120, max_prefill_tokens=64,
+        max_prefill_rows=2, num_drafts=num_drafts,
+    )  # fmt: skip
+
+
+@functools.cache
+def geometry() -> PageGeometry:
+    return align(cache_spec(CFG, tp=1, dtype="float32"), unit_tokens=8, kernel_tokens=8)
+
+
+@functools.cache
+def model(num_drafts: int) -> PagedModel:
+    program = program_of(CFG, page_tokens=geometry().page_tokens, num_pages=NUM_PAGES)
+    buckets = bucket_table(engine(num_drafts), page_tokens=geometry().page_tokens)
+    return open_model(program, buckets, make_step=serving_step)
+
+
+def driver(num_drafts: int, num_pages: int = NUM_PAGES) -> SchedulerDriver:
+    limits = make_limits(
+        engine(num_drafts), geometry(), num_pages=num_pages, vocab_size=CFG.vocab_size
+    )
+    return SchedulerDriver(limits, StepExecutor(model(num_drafts)), geometry(), num_pages)
+
+
+def request(index: int, *, temperature: float = 0.0) -> Request:
+    rng = np.random.default_rng(100 + index)
+    return Request(
+        request_id=f"r{index}",
+        prompt=tuple(rng.integers(0, CFG.vocab_size, LENGTHS[index]).tolist()),
+        sampling=SamplingParams(
+            temperature=temperature, top_k=20, top_p=0.9, seed=index, max_tokens=MAX_TOKENS
+        ),
+        eos_token_ids=(),
+    )
+
+
+@functools.cache
+def plain(index: int) -> tuple[int, ...]:
+    """Tokens of a request alone, without drafts."""
+    alone = driver(0)
+    alone.submit(request(index))
+    alone.finish()
+    return alone.tokens(f"r{index}")
+
+
+@functools.cache
+def _answers() -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Prompt and answer of each request, by its prompt."""
+    return {request(i).prompt: request(i).prompt + plain(i) for i in range(len(LENGTHS))}
+
+
+def right(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
+    known = tuple(tokens)
+    for whole in _answers().values():
+        if whole[: len(known)] == known:
+            return whole[len(known) : len(known) + max(0, num_drafts)]
+    raise AssertionError("the tokens so far are those of no request")
+
+
+def wrong(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
+    return tuple((token + 1) % CFG.vocab_size for token in right(tokens, num_drafts))
+
+
+def mixed(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
+    """Right up to a place that changes from step to step, and now and then nothing."""
+    rng = np.random.default_rng(len(tokens))
+    drafts = right(tokens, min(num_drafts, int(rng.integers(0, NUM_DRAFTS + 1))))
+    return tuple(t if rng.random() < 0.7 else (t + 1) % CFG.vocab_size for t in drafts)
+
+
+@pytest.mark.parametrize("propose", [right, wrong, mixed, ngram.propose])
+def test_greedy_tokens_are_those_without_drafts(
+    monkeypatch: pytest.MonkeyPatch, propose: Propose
+) -> None:
+    wanted = [plain(index) for index in range(len(LENGTHS))]
+    monkeypatch.setattr(ngram, "propose", propose)
+    together = driver(NUM_DRAFTS)
+    free = together.state.table.num_free
+    for index in range(len(LENGTHS)):
+        together.submit(request(index))
+    together.finish(lookahead=1)
+    assert [together.tokens(f"r{index}") for index in range(len(LENGTHS))] == wanted
+    assert together.state.table.num_free == free
+    steps = max(len(together.outputs[f"r{index}"]) for index in range(len(LENGTHS)))
+    if propose is right:  # one output for the prompt, then 1 + NUM_DRAFTS tokens each
+        assert steps <= 2 + MAX_TOKENS // (1 + NUM_DRAFTS)
+    if propose is wrong:
+        assert steps == MAX_TOKENS
+
+
+def test_preempted_requests_with_drafts_keep_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "propose", mixed)
+    crowded = driver(NUM_DRAFTS, 1 + 2 * geometry().num_state_pages + 4)
+    for index in (6, 7):
+        crowded.submit(request(index))
+    crowded.finish(lookahead=1)
+    assert crowded.state.num_preemptions > 0
+    assert [crowded.tokens(f"r{index}") for index in (6, 7)] == [plain(6), plain(7)]
+
+
+def test_sampled_tokens_do_not_depend_on_the_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "propose", lambda tokens, n: tuple(tokens[-1:] * max(0, n)))
+    alone = []
+    for index in (2, 5):
+        solo = driver(NUM_DRAFTS)
+        solo.submit(request(index, temperature=1.0))
+        solo.finish()
+        alone.append(solo.tokens(f"r{index}"))
+    together = driver(NUM_DRAFTS)
+    for index in range(len(LENGTHS)):
+        together.submit(request(index, temperature=1.0))
+    together.finish()
+    assert [together.tokens(f"r{index}") for index in (2, 5)] == alone
+
+
+def test_ngrams_propose_what_followed_last() -> None:
+    assert ngram.propose([1, 2, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3], 2) == (7, 5)
+    assert ngram.propose([4, 8, 6, 4, 8], 5) == (6, 4, 8)  # no further than what is known
+    assert ngram.propose([1, 2, 3, 4], 3) == ()
+    assert ngram.propose([5], 3) == ()
+    assert ngram.propose([7, 7, 7, 7], 2) == (7,)
+    # 256 and 1 share bytes, but not on the border of a token.
+    assert ngram.propose([0x01020304, 0x05060708, 9, 0x02030405, 0x06070801, 0x02030405], 2) == ()
