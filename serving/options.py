@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from k3jax.config import Dtype
+from k3jax.config import MAX_DRAFTS, Dtype
 from pallas_kernels.settings import IMPLEMENTATIONS
 from serving.cache_options import DEFAULT_UNIT_TOKENS, Retention, parse_retention
 from serving.option_types import byte_size, number
@@ -60,6 +60,8 @@ class Options:
     max_context: int | None
     max_prefill_tokens: int
     max_prefill_rows: int | None
+    speculate: Literal["off", "ngram"]
+    num_drafts: int
     max_waiting: int
     max_waiting_tokens: int | None
     output_buffer: int
@@ -292,6 +294,20 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         type=number(int, at_least=1),
         metavar="N",
         help="requests that share a step with prompt tokens (default: --max-rows, at most 4)",
+    )
+    group.add_argument(
+        "--speculate",
+        choices=("off", "ngram"),
+        default="off",
+        help="propose several tokens and verify them in one step: ngram repeats what followed the "
+        "same tokens before; the text stays as likely as without (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num-drafts",
+        type=number(int, at_least=1, at_most=MAX_DRAFTS),
+        default=4,
+        metavar="N",
+        help="proposed tokens of a request and step, at most (default: %(default)s)",
     )
     group.add_argument(
         "--max-waiting",

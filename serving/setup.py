@@ -116,6 +116,7 @@ def prepare(options: Options) -> Setup:
         or min(model.max_position_tokens, _DEFAULT_CONTEXT_TOKENS),
         max_prefill_tokens=options.max_prefill_tokens,
         max_prefill_rows=options.max_prefill_rows or min(4, options.max_rows),
+        num_drafts=0 if options.speculate == "off" else options.num_drafts,
         kernels=KernelSettings(
             implementation=None if options.kernels == "auto" else options.kernels,
             pdl=options.pdl == "on",

@@ -1,14 +1,11 @@
 """Boundary of two sub-layers as one kernel for Hopper: a block takes one token after the other.
 
-A warpgroup owns a column chunk of 1,024, so a block of K3's width has seven. The rows of a token
+A warpgroup owns a chunk of 1,024 columns, so a block of K3's width has seven. The rows of a token
 (bank, prefix, addend) are copied into a ring in shared memory, which also takes the first rows of
-the block's next token. Scores: a row of the bank is read by one warpgroup, the prefix by all, each
-its chunk. What the warps find is added up from shared memory, by every warp for itself and always
-in the same order. Then every warpgroup mixes and norms its chunk.
+the block's next token. For the scores each row is read by one warpgroup; the first one turns them
+into weights. Then every warpgroup mixes and norms its chunk. The order of every sum is fixed.
 
 Bytes are the limit with many tokens; with few, latency and the number of launches are.
-
-Dims: `C` 256 columns of a warp.
 """
 
 import functools
@@ -169,10 +166,11 @@ def _block(
         token = sources[source].at[block + step * num_blocks]
         plgpu.copy_gmem_to_smem(token, ring_s.at[slot], full.at[slot])
 
-    gain = load(gain_g.at[mine])
-    query = [load(weight.at[mine]) for weight in mix_weights]
+    # Weights come after the wait as well: they are slices, which the step may have copied.
     pdl_switch.wait(pdl)
     pdl_switch.launch_dependents(pdl and num_tokens <= num_blocks)
+    gain = load(gain_g.at[mine])
+    query = [load(weight.at[mine]) for weight in mix_weights]
 
     @pl.when(chunk == 0)
     def _() -> None:

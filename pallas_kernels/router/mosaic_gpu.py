@@ -107,9 +107,10 @@ def _block(
     def load(ref) -> Array:
         return plgpu.load(ref, layout=_ROWS, optimized=False)
 
-    bias = load(bias_g)
+    # The bias comes after the wait as well: it is a slice, which the step may have copied.
     pdl_switch.wait(pdl)
     pdl_switch.launch_dependents(pdl)
+    bias = load(bias_g)
     score = jax.nn.sigmoid(load(logits_g.at[token]))
     scores_s[...] = score
     bits = lax.bitcast_convert_type(score + bias, jnp.int32)
