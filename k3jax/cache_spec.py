@@ -11,6 +11,7 @@ import dataclasses
 from typing import Literal
 
 from k3jax.config import DTYPE_BYTES, Dtype, ModelConfig
+from k3jax.draft.config import DraftConfig, positions_per_entry
 
 GroupKind = Literal["attention", "recurrent"]
 STATE_BYTES = 4  # KDA state is float32 (k3-model.md section 2.10)
@@ -32,12 +33,14 @@ class CacheSpec:
       groups: in the order of their first layers.
       token_bytes: MLA entry of one token.
       conv_bytes, recurrent_bytes: the two parts of one request's KDA state.
+      draft_positions: layer positions of a draft model, behind those of the attention layers.
     """
 
     groups: tuple[LayerGroup, ...]
     token_bytes: int
     conv_bytes: int
     recurrent_bytes: int
+    draft_positions: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -46,7 +49,10 @@ class CacheSpec:
     @property
     def num_positions(self) -> int:
         """Layer positions of the pool."""
-        return max(len(group.layers) for group in self.groups)
+        return max(
+            len(group.layers) + (self.draft_positions if group.kind == "attention" else 0)
+            for group in self.groups
+        )
 
     @property
     def recurrent_groups(self) -> tuple[LayerGroup, ...]:
@@ -57,21 +63,34 @@ class CacheSpec:
         return tuple(group for group in self.groups if group.kind == "attention")
 
 
-def cache_spec(cfg: ModelConfig, *, tp: int, dtype: Dtype, num_drafts: int = 0) -> CacheSpec:
+def cache_spec(
+    cfg: ModelConfig,
+    *,
+    tp: int,
+    dtype: Dtype,
+    num_drafts: int = 0,
+    draft: DraftConfig | None = None,
+) -> CacheSpec:
     """Describe the cache of one rank.
 
     Args:
       tp: ranks that share the heads. KDA state is split over them, MLA entries are not.
       dtype: of MLA entries and of the convolution window.
       num_drafts: draft tokens whose convolution inputs are kept beside the window.
+      draft: model whose context lies in the same pages.
     """
     size = DTYPE_BYTES[dtype]
     width = cfg.kda_width // tp
+    positions = 0
+    if draft is not None:
+        per_layer = positions_per_entry(draft.entry_width(tp), cfg.mla_entry_width)
+        positions = draft.num_layers * per_layer
     return CacheSpec(
         groups=layer_groups(cfg),
         token_bytes=cfg.mla_entry_width * size,
         conv_bytes=(cfg.conv_width - 1 + num_drafts) * 3 * width * size,
         recurrent_bytes=width * cfg.kda_head_dim * STATE_BYTES,
+        draft_positions=positions,
     )
 
 

@@ -20,9 +20,9 @@ from k3jax import inputs
 from k3jax.buckets import Bucket
 from k3jax.config import ConfigError
 from k3jax.layers import param_dtype
-from k3jax.params import describe
 from k3jax.pool import abstract_pool
-from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep, Program, clearing_step, copying_step
+from k3jax.program import Program
+from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep, clearing_step, copying_step
 from sharding.mesh import AnyMesh
 
 # XLA counts every in-place update of the pool as a pool of its own, and would spend half of the
@@ -45,14 +45,14 @@ def abstract_arguments(program: Program, mesh: AnyMesh, bucket: Bucket) -> tuple
             )
             for name, spec in specs.items()
         }
-        for part, specs in describe(program.cfg).items()
+        for part, specs in program.tree.items()
     }
     pool = abstract_pool(program.layout, program.parallel.num_ranks)
     packed = inputs.packed_size(bucket, program.num_recurrent_groups)
     return (
         params,
         on_mesh(pool.shape, pool.dtype, program.pool_spec),
-        on_mesh(_buffer_shape(program), jnp.int32, program.buffer_spec),
+        on_mesh(program.buffer_shape, jnp.int32, program.buffer_spec),
         on_mesh((program.parallel.dp, packed), jnp.int32, PartitionSpec()),
     )
 
@@ -65,15 +65,10 @@ def initial_state(program: Program, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
         NamedSharding(mesh, program.buffer_spec),
     )
     make = jax.jit(
-        lambda: (jnp.zeros(pool.shape, pool.dtype), jnp.zeros(_buffer_shape(program), jnp.int32)),
+        lambda: (jnp.zeros(pool.shape, pool.dtype), jnp.zeros(program.buffer_shape, jnp.int32)),
         out_shardings=shardings,
     )
     return make()
-
-
-def _buffer_shape(program: Program) -> tuple[int]:
-    """Of the token buffer of all replicas."""
-    return (program.parallel.dp * (program.max_rows + 1),)
 
 
 def compile_steps(

@@ -35,12 +35,14 @@ class Forward(NamedTuple):
       hidden: normed states for `K3.logits`, of all tokens or of this rank's.
       load: that the replica's tokens put on the experts of each rank.
       trials: of the KDA layers, in a step with drafts; the states of the pool are as before then.
+      taps: outputs of the tapped layers side by side, as `hidden` is sharded.
     """
 
     hidden: Float[Array, "t H"]
     pool: UInt16[Array, "Z P W words"]
     load: Int32[Array, " R"]
     trials: list[kda.KdaTrial]
+    taps: Float[Array, "t BH"]
 
 
 class K3(nn.Module):
@@ -65,6 +67,7 @@ class K3(nn.Module):
         pool: UInt16[Array, "Z P W words"],
         meta: StepMeta,
         layout: PoolLayout,
+        tap_layers: tuple[int, ...] = (),
     ) -> Forward:
         """Run all layers.
 
@@ -75,6 +78,7 @@ class K3(nn.Module):
           tokens: flat token ids of all rows.
           pool: this rank's pages; entries and states of the step's tokens are written, in a step
             with drafts the entries only.
+          tap_layers: whose outputs, the residual stream behind them, are returned as well.
         """
         cfg = self.cfg
         where = layer_positions(cfg)
@@ -88,9 +92,11 @@ class K3(nn.Module):
         out: Float[Array, "t H"] | None = None
         bank: list[Float[Array, "t H"]] = []
         trials: list[kda.KdaTrial] = []
+        stream: list[Float[Array, "t H"]] = []  # in front of each layer, behind the one before
         for i in range(cfg.num_layers):
             with jax.named_scope(f"layer_{i}"):
                 prefix, x = self._norm("attn_res", "input", i, bank, prefix, out)
+                stream.append(prefix)
                 with jax.named_scope("attention/gather"):
                     x_all = collectives.gather_tokens(x) if is_sharded else x
                 out, pool, trial = self._attention(i, where[i], x_all, pool, meta, layout)
@@ -107,7 +113,10 @@ class K3(nn.Module):
         if is_sharded:
             with jax.named_scope("load"):
                 load = collectives.sum_partials(load)
-        return Forward(self._final_norm(bank, prefix, out), pool, load, trials)
+        prefix, hidden = self._final_norm(bank, prefix, out)
+        stream.append(prefix)
+        taps = [stream[i + 1] for i in tap_layers] or [hidden[:, :0]]
+        return Forward(hidden, pool, load, trials, jnp.concatenate(taps, axis=1))
 
     def commit(
         self,
@@ -186,12 +195,13 @@ class K3(nn.Module):
         bank: list[Float[Array, "t H"]],
         prefix: Float[Array, "t H"],
         out: Float[Array, "t H"] | None,
-    ) -> Float[Array, "t H"]:
+    ) -> tuple[Float[Array, "t H"], Float[Array, "t H"]]:
+        """Add `out` to the prefix; mix and norm what the head reads."""
         top = self.top()
         weights = (top["output_res_norm"], top["output_res_proj"]) if bank else None
         with jax.named_scope("attn_res"):
             eps = self.cfg.rms_norm_eps
-            return attn_res_norm(bank, prefix, out, weights, top["norm"], eps=eps)[1]
+            return attn_res_norm(bank, prefix, out, weights, top["norm"], eps=eps)
 
 
 def shards_tokens(parallel: ParallelConfig, kind: Kind, num_tokens: int) -> bool:

@@ -11,7 +11,8 @@ from jaxtyping import Int32
 
 from k3jax.buckets import Bucket
 from k3jax.compile import compile_clearing, compile_copying, compile_steps, initial_state
-from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep, Program
+from k3jax.program import Program
+from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep
 
 ParamArrays = Mapping[str, Mapping[str, jax.Array]]
 

@@ -8,74 +8,26 @@ the packed array.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Float32, Int32, UInt16
+from jaxtyping import Array, Int32, UInt16
 
-from k3jax import inputs
+from k3jax import speculation
 from k3jax.buckets import Bucket
-from k3jax.cache_spec import layer_groups
-from k3jax.config import Dtype, ModelConfig
-from k3jax.draft.acceptance import verify
-from k3jax.model import K3, Forward, shards_tokens
-from k3jax.params import describe
-from k3jax.pool import PoolLayout, clear_pages, copy_pages
-from k3jax.sampling import sample
-from k3jax.step_meta import StepMeta, last_token_of_row, row_of_token, step_meta
-from pallas_kernels.settings import AUTOMATIC, KernelSettings, using
+from k3jax.pool import clear_pages, copy_pages
+from k3jax.program import Params, Program
+from k3jax.run import run_layers, unpack
+from pallas_kernels.settings import using
 from sharding import collectives
-from sharding.axes import ParallelConfig
 from sharding.mesh import AnyMesh
 from sharding.specs import partition_spec
 
-Params = Mapping[str, Mapping[str, Array]]
 CLEAR_WIDTH = 16  # pages that one call of the clearing program takes
 COPY_WIDTH = 4  # copies that one call of the copying program takes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """What the step programs are compiled for. Hashable: everything here is static.
-
-    Attributes:
-      max_rows: entries of a replica's token buffer; one more is scratch, for rows not in use.
-      kernels: which implementations the operators take.
-    """
-
-    cfg: ModelConfig
-    parallel: ParallelConfig
-    layout: PoolLayout
-    dtype: Dtype
-    max_rows: int
-    kernels: KernelSettings = AUTOMATIC
-
-    @property
-    def num_recurrent_groups(self) -> int:
-        return sum(group.kind == "recurrent" for group in layer_groups(self.cfg))
-
-    @property
-    def param_specs(self) -> dict[str, dict[str, PartitionSpec]]:
-        """`PartitionSpec` of each parameter."""
-        return {
-            part: {name: partition_spec(spec.axes, self.parallel) for name, spec in params.items()}
-            for part, params in describe(self.cfg).items()
-        }
-
-    @property
-    def pool_spec(self) -> PartitionSpec:
-        return partition_spec(("ranks", None, None, None, None), self.parallel)
-
-    @property
-    def buffer_spec(self) -> PartitionSpec:
-        """Of the token buffer `[dp * (max_rows + 1)]`."""
-        return partition_spec(("replicas",), self.parallel)
 
 
 MakeStep = Callable[[Program, AnyMesh, Bucket], jax.stages.Wrapped]
@@ -91,25 +43,15 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
 
     def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
         fields = unpack(packed[collectives.replica()], bucket, program.num_recurrent_groups)
-        run = _run(program, bucket, params, pool, buffer, fields)
-        if bucket.num_drafts:
-            return _verified(program, run, fields, buffer)
-        logits = run.logits(run.take(last_token_of_row(run.meta.row_offsets)))
-        with jax.named_scope("sample"):
-            ids, finite = sample(
-                logits,
-                fields["temperature"],
-                fields["top_k"],
-                fields["top_p"],
-                fields["seeds"],
-                run.meta.context,
-            )
+        run = run_layers(program, bucket, params, pool, buffer, fields)
+        end = speculation.verified if bucket.num_drafts else speculation.sampled
+        drawn = end(program, run, fields)
         wanted = (fields["sample"] != 0) & (run.meta.context > 0)
         slots = jnp.where(wanted, fields["slots"], program.max_rows)
-        buffer = buffer.at[slots].set(ids, mode="drop")
-        result = jnp.concatenate([ids, finite.astype(jnp.int32), run.load])
+        buffer = buffer.at[slots].set(drawn.tokens, mode="drop")
+        result = jnp.concatenate([*drawn.result, run.load])
         with jax.named_scope("result"):
-            return run.pool, buffer, collectives.gather_replicas(result)
+            return drawn.pool[None], buffer, collectives.gather_replicas(result)
 
     return _jit(program, mesh, bucket, step, PartitionSpec())
 
@@ -124,7 +66,7 @@ def scoring_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
 
     def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
         fields = unpack(packed[collectives.replica()], bucket, program.num_recurrent_groups)
-        run = _run(program, bucket, params, pool, buffer, fields)
+        run = run_layers(program, bucket, params, pool, buffer, fields)
         return run.pool, buffer, run.logits(run.all())[None]
 
     return _jit(program, mesh, bucket, step, partition_spec(("replicas",), program.parallel))
@@ -175,142 +117,6 @@ def _page_step(
         in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
         out_shardings=NamedSharding(mesh, program.pool_spec),
     )
-
-
-def unpack(
-    packed: Int32[Array, " n"], bucket: Bucket, num_recurrent_groups: int
-) -> dict[str, Array]:
-    """The arrays of `StepInputs` from the packed buffer."""
-    fields = {}
-    for field, offset, shape in inputs.spans(bucket, num_recurrent_groups):
-        size = 1
-        for dim in shape:
-            size *= dim
-        words = packed[offset : offset + size].reshape(shape)
-        fields[field.name] = lax.bitcast_convert_type(words, field.dtype)
-    return fields
-
-
-def _resolve_tokens(fields: dict[str, Array], buffer: Int32[Array, " R"]) -> Int32[Array, " T"]:
-    """Token ids of the step; those that the host does not know yet come from the token buffer."""
-    tokens = fields["tokens"]
-    slot = fields["slots"][row_of_token(fields["row_offsets"], tokens.shape[0])]
-    return jnp.where(tokens == inputs.FROM_DEVICE, buffer[slot], tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """The model after a forward pass on one rank, inside a trace."""
-
-    model: K3
-    params: Params
-    tokens: Int32[Array, " T"]
-    forward: Forward
-    is_sharded: bool
-    meta: StepMeta
-
-    @property
-    def hidden(self) -> Float[Array, "t H"]:
-        return self.forward.hidden
-
-    @property
-    def pool(self) -> UInt16[Array, "1 Z P W words"]:
-        return self.forward.pool[None]
-
-    @property
-    def load(self) -> Int32[Array, " R"]:
-        return self.forward.load
-
-    def take(self, tokens: Int32[Array, " S"]) -> Float[Array, "S H"]:
-        """Hidden states of some tokens."""
-        if self.is_sharded:
-            with jax.named_scope("head"):
-                return collectives.take_tokens(self.hidden, tokens)
-        return jnp.take(self.hidden, tokens, axis=0)
-
-    def all(self) -> Float[Array, "T H"]:
-        """Hidden states of all tokens."""
-        return collectives.gather_tokens(self.hidden) if self.is_sharded else self.hidden
-
-    def logits(self, hidden: Float[Array, "S H"]) -> Float32[Array, "S V"]:
-        return _apply(self.model, self.params, hidden, method="logits")
-
-
-def _run(
-    program: Program,
-    bucket: Bucket,
-    params: Params,
-    pool: UInt16[Array, "1 Z P W words"],
-    buffer: Int32[Array, " R"],
-    fields: dict[str, Array],
-) -> _Run:
-    """Run all layers on one rank."""
-    layout = program.layout
-    meta = step_meta(
-        bucket,
-        fields["row_offsets"],
-        fields["computed"],
-        fields["attention_pages"],
-        fields["state_source"],
-        fields["state_target"],
-        fields["export_tokens"],
-        fields["export_pages"],
-        page_tokens=layout.page_tokens,
-        num_pages=layout.num_pages,
-    )
-    model = K3(program.cfg, program.parallel, program.dtype)
-    tokens = _resolve_tokens(fields, buffer)
-    forward = _apply(model, params, tokens, pool[0], meta, layout)
-    is_sharded = shards_tokens(program.parallel, bucket.kind, bucket.tokens)
-    return _Run(model, params, tokens, forward, is_sharded, meta)
-
-
-def _verified(
-    program: Program, run: _Run, fields: Mapping[str, Array], buffer: Int32[Array, " R"]
-) -> tuple[Array, ...]:
-    """End of a step with drafts: which of them stay, the states after these, the next tokens."""
-    meta = run.meta
-    rows, slots = meta.lengths.shape[0], 1 + meta.num_drafts
-    hidden = meta.to_slots(run.all())
-    logits = run.logits(hidden.reshape(rows * slots, -1)).reshape(rows, slots, -1)
-    is_used = jnp.arange(slots)[None] < meta.lengths[:, None]
-    finite = jnp.all(jnp.isfinite(logits) | ~is_used[:, :, None], axis=(1, 2))
-    drafts = meta.to_slots(run.tokens)[:, 1:]
-    with jax.named_scope("accept"):
-        verdict = verify(
-            logits,
-            drafts,
-            jnp.maximum(meta.lengths - 1, 0),
-            fields["temperature"],
-            fields["top_k"],
-            fields["top_p"],
-            fields["seeds"],
-            meta.computed + 1,
-        )
-    staying = jnp.where(meta.lengths > 0, 1 + verdict.num_drafts, 0)
-    pool = _apply(
-        run.model, run.params, run.forward.trials, staying, run.forward.pool, meta, method="commit"
-    )
-    wanted = (fields["sample"] != 0) & (meta.lengths > 0)
-    scratch = jnp.where(wanted, fields["slots"], program.max_rows)
-    buffer = buffer.at[scratch].set(verdict.next_token, mode="drop")
-    result = jnp.concatenate(
-        [
-            verdict.next_token,
-            finite.astype(jnp.int32),
-            verdict.num_drafts,
-            drafts.reshape(-1),
-            run.forward.load,
-        ]
-    )
-    with jax.named_scope("result"):
-        return pool[None], buffer, collectives.gather_replicas(result)
-
-
-def _apply(model: K3, params: Params, *args: Any, method: str | None = None) -> Any:
-    """Call the model. Scopes in a profile are the model's own, without Flax's module names."""
-    with nn.override_named_call(False):
-        return model.apply({"params": params}, *args, method=method)
 
 
 def _jit(

@@ -20,6 +20,7 @@ class StepMeta:
       computed: tokens of the row that the cache already holds.
       context: tokens of the row after this step; 0 for a row not in use.
       used: token is not padding.
+      token_positions: of each token in its row's sequence.
       token_pages, token_offsets: where the token's MLA entry goes; a page beyond the pool drops it.
       attention_pages: page of each `page_tokens` positions of a row.
       state_source, state_target: state page of a row and recurrent group, before and after the
@@ -35,6 +36,7 @@ class StepMeta:
     computed: Int32[Array, " S"]
     context: Int32[Array, " S"]
     used: Bool[Array, " T"]
+    token_positions: Int32[Array, " T"]
     token_pages: Int32[Array, " T"]
     token_offsets: Int32[Array, " T"]
     attention_pages: Int32[Array, "S M"]
@@ -98,6 +100,7 @@ def step_meta(
         computed=computed,
         context=jnp.where(in_use, computed + lengths, 0),
         used=used,
+        token_positions=position,
         token_pages=jnp.where(used, attention_pages[row, column], num_pages),
         token_offsets=position % page_tokens,
         attention_pages=attention_pages,

@@ -3,7 +3,8 @@
 The floor of a call is the larger of its bytes over 4.3 TB/s and its operations over 790 TFLOP/s,
 both measured on an H200. All implementations of a case run one after the other on the same
 arguments, in a process of its own with a time limit; outputs are compared before anything is timed.
-A sample is a chain of dependent calls in one program, and the table shows medians.
+A sample is a chain of dependent calls in one program, and the table shows medians. Other projects'
+kernels follow in processes of their own, where they are installed.
 
     python scripts/bench_kernels.py --json kernels.jsonl       every case
     python scripts/bench_kernels.py --only moe_experts/rows1-  cases whose names start so
@@ -27,11 +28,20 @@ if str(CHECKOUT) not in sys.path:
 
 from kernel_bench.case import Case  # noqa: E402
 from kernel_bench.cases import all_cases  # noqa: E402
-from kernel_bench.measure import measure  # noqa: E402
+from kernel_bench.measure import measure, measure_peer  # noqa: E402
 
 HEADER = (
     f"{'case':34}{'implementation':16}{'us':>10}{'GB/s':>8}{'TFLOP/s':>9}"
     f"{'floor us':>10}{'x floor':>9}{'x xla':>8}{'error':>10}"
+)
+COLUMNS = (  # of a line: name, format, width
+    ("us", ".1f", 10),
+    ("gb_per_s", ".0f", 8),
+    ("tflop_per_s", ".1f", 9),
+    ("floor_us", ".1f", 10),
+    ("times_floor", ".2f", 9),
+    ("times_xla", ".3f", 8),
+    ("error", ".1e", 10),
 )
 
 
@@ -39,7 +49,8 @@ def main() -> int:
     args = _parse_args()
     cases = {case.name: case for case in all_cases()}
     if args.case is not None:
-        for line in measure(cases[args.case]):
+        case = cases[args.case]
+        for line in measure(case) if args.peer is None else [measure_peer(case, args.peer)]:
             print(json.dumps(line), flush=True)
         return 0
     chosen = [
@@ -63,8 +74,23 @@ def main() -> int:
 
 
 def _run(case: Case) -> list[dict[str, Any]]:
-    """Run a case in a process of its own; a line for what failed or ran out of time."""
-    command = [sys.executable, __file__, "--case", case.name]
+    """Run a case and its peers; a line for what failed or ran out of time."""
+    lines = _process(case, case.implementations)
+    floor_us = next((line["floor_us"] for line in lines if "floor_us" in line), None)
+    for peer in case.peers:
+        lines += _process(case, (peer,), "--peer", peer)
+        if "us" in lines[-1] and floor_us is not None:
+            lines[-1] |= {"floor_us": floor_us, "times_floor": lines[-1]["us"] / floor_us}
+    times = {line["implementation"]: line.get("us") for line in lines}
+    for line in lines:
+        if line.get("us") and times.get("xla"):
+            line["times_xla"] = line["us"] / times["xla"]
+    return lines
+
+
+def _process(case: Case, expected: tuple[str, ...], *options: str) -> list[dict[str, Any]]:
+    """Run implementations of a case in a process of its own; one line for each."""
+    command = [sys.executable, __file__, "--case", case.name, *options]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=case.limit_s)
         output, failure = ended.stdout, ended.stderr[-500:] if ended.returncode else ""
@@ -73,7 +99,7 @@ def _run(case: Case) -> list[dict[str, Any]]:
         failure = f"no result within {case.limit_s:.0f} s"
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     done = {line["implementation"] for line in lines}
-    for implementation in case.implementations:
+    for implementation in expected:
         if implementation not in done:
             lines.append(
                 {
@@ -83,10 +109,6 @@ def _run(case: Case) -> list[dict[str, Any]]:
                     "failure": failure or "the process ended without a result",
                 }
             )
-    times = {line["implementation"]: line.get("us") for line in lines}
-    for line in lines:
-        if line.get("us") and times.get("xla"):
-            line["times_xla"] = line["us"] / times["xla"]
     return lines
 
 
@@ -94,14 +116,15 @@ def _rows(lines: list[dict[str, Any]]) -> str:
     rows = []
     for line in lines:
         start = f"{line['op'] + '/' + line['shape']:34}{line['implementation']:16}"
-        if "failure" in line:
-            rows.append(f"{start}failed: {line['failure']}")
-            continue
-        against_xla = f"{line['times_xla']:8.3f}" if "times_xla" in line else f"{'-':>8}"
-        rows.append(
-            f"{start}{line['us']:10.1f}{line['gb_per_s']:8.0f}{line['tflop_per_s']:9.1f}"
-            f"{line['floor_us']:10.1f}{line['times_floor']:9.2f}{against_xla}{line['error']:10.1e}"
-        )
+        for reason in ("failure", "skipped"):
+            if reason in line:
+                rows.append(f"{start}{'failed' if reason == 'failure' else reason}: {line[reason]}")
+        if "us" in line:
+            numbers = [
+                f"{format(line[name], form) if name in line else '-':>{width}}"
+                for name, form, width in COLUMNS
+            ]
+            rows.append(start + "".join(numbers))
     return "\n".join(rows)
 
 
@@ -113,6 +136,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file to append one JSON line a result to")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

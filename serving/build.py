@@ -15,7 +15,8 @@ from k3jax.cache_spec import CacheSpec, cache_spec
 from k3jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, validate
 from k3jax.paged_model import PagedModel, ParamArrays
 from k3jax.pool import pool_layout
-from k3jax.step import Program, serving_step
+from k3jax.program import Program
+from k3jax.step import serving_step
 from k3jax.weights import Progress, load_params, read_model_config
 from serving.executor import Executor
 from serving.page_table.alignment import PageGeometry, align

@@ -15,7 +15,8 @@ from k3jax.cache_spec import cache_spec
 from k3jax.config import CacheConfig, Dtype, EngineConfig, ModelConfig
 from k3jax.paged_model import PagedModel
 from k3jax.pool import pool_layout
-from k3jax.step import Program, scoring_step
+from k3jax.program import Program
+from k3jax.step import scoring_step
 from serving.build import LoadedModel, load_model
 from serving.executor import Executor, Handle
 from serving.packing import pack_plan

@@ -150,6 +150,11 @@ class DraftConfig:
 
         return cls(**hf_config.parse(config))
 
+    def entry_width(self, tp: int) -> int:
+        """Numbers that one rank caches for a token and layer: GQA heads are split over `tp`."""
+        split = tp if isinstance(self.attention, GqaShape) else 1
+        return self.attention.entry_width // split
+
     def check_target(self, target: ModelConfig) -> None:
         """Check that this draft belongs to a target model.
 
@@ -178,6 +183,11 @@ class DraftConfig:
             )
         if problems:
             raise ConfigError(problems)
+
+
+def positions_per_entry(width: int, target_width: int) -> int:
+    """Layer positions of the pool that a draft's entry takes."""
+    return -(-width // target_width)
 
 
 def mla_softmax_scale(shape: MlaShape, yarn_factor: float, mscale_all_dim: float) -> float:

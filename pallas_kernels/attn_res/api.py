@@ -26,6 +26,7 @@ ATTN_RES_NORM = Op(
         "xla": xla.attn_res_norm,
         "mosaic": mosaic_gpu.attn_res_norm,
     },
+    unproven={"mosaic": mosaic_gpu.unproven},
 )
 
 

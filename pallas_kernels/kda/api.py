@@ -23,10 +23,15 @@ from pallas_kernels.checks import (
     wrong,
 )
 from pallas_kernels.dispatch import Op, run
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda import mosaic_prefill, reference, xla
 
 KDA_PREFILL = Op(
-    name="kda_prefill", implementations={"reference": reference.kda_prefill, "xla": xla.kda_prefill}
+    name="kda_prefill",
+    implementations={
+        "reference": reference.kda_prefill,
+        "xla": xla.kda_prefill,
+        "mosaic": mosaic_prefill.kda_prefill,
+    },
 )
 KDA_DECODE = Op(
     name="kda_decode", implementations={"reference": reference.kda_decode, "xla": xla.kda_decode}

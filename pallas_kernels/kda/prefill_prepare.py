@@ -126,7 +126,7 @@ def prepare(
             tiles(WARPGROUPS, CHUNK, CHUNK),
             tiles(WARPGROUPS, CHUNK, CHUNK, dtype=F16),
         )
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_block, lower_bound=lower_bound, compiled=compiled),
         out_type=[
             out(CHUNK, DIM),
@@ -144,7 +144,9 @@ def prepare(
         # A thread overwrites what it alone has read; everything else is behind `commit_smem`.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(first_Bn, count_Bn, q_TND, k_TND, v_TND, f_TND, beta_BnNTb, rate_N, offset_ND, _SUMS, _ALL)
+    )
+    inputs = (first_Bn, count_Bn, q_TND, k_TND, v_TND, f_TND, beta_BnNTb, rate_N, offset_ND)
+    return tuple(kernel(*inputs, _SUMS, _ALL))
 
 
 def _block(

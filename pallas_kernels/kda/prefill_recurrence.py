@@ -76,7 +76,7 @@ def recur(
         return tiles(stages, *shape)
 
     # One more row than there are: the padding tokens.
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_block, warpgroups=warpgroups, stages=stages, compiled=compiled),
         out_type=[
             jax.ShapeDtypeStruct((num_tokens, heads, DIM), BF16),
@@ -109,10 +109,12 @@ def recur(
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(
+    )
+    o_TND, new_SNDvDk, exported_SNDvDk = kernel(
         w_BnNTbD, ut_BnNDTb, k_out_BnNTbD, q_in_BnNTbD, attend_BnNTbTb, decay_BnND,
         state_SNDvDk, row_offsets, first_block_S, export_tokens_S,
     )  # fmt: skip
+    return o_TND, new_SNDvDk, exported_SNDvDk
 
 
 def _block(

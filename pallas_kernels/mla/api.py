@@ -26,7 +26,7 @@ from pallas_kernels.checks import (
     wrong,
 )
 from pallas_kernels.dispatch import Op, run
-from pallas_kernels.mla import reference, xla
+from pallas_kernels.mla import mosaic_prefill, reference, xla
 from pallas_kernels.words import words_per_number
 
 MLA_WRITE = Op(
@@ -36,7 +36,13 @@ MLA_DECODE = Op(
     name="mla_decode", implementations={"reference": reference.mla_decode, "xla": xla.mla_decode}
 )
 MLA_PREFILL = Op(
-    name="mla_prefill", implementations={"reference": reference.mla_prefill, "xla": xla.mla_prefill}
+    name="mla_prefill",
+    implementations={
+        "reference": reference.mla_prefill,
+        "xla": xla.mla_prefill,
+        "mosaic": mosaic_prefill.mla_prefill,
+    },
+    unproven={"mosaic": mosaic_prefill.unproven},
 )
 
 

@@ -122,7 +122,7 @@ def _tiles(*shape: int, dtype: Any = BF16, tiled: bool = True) -> Any:
 
 
 def _output() -> Any:
-    return plgpu.SMEM((2, QUERIES, HALF), BF16)
+    return plgpu.SMEM((2, HALF // CHUNK, QUERIES, CHUNK), BF16)
 
 
 def _block(
@@ -280,20 +280,25 @@ def _block(
         z = lax.fori_loop(0, num_tiles, one_tile, nothing)
         plgpu.barrier_wait(weight_full)
         z = z * rows(plgpu.load(factor_s, layout=ROW, optimized=False), HALF)
-        output_s[half] = z.astype(BF16)
+        for i in range(HALF // CHUNK):
+            output_s[half, i] = z[:, i * CHUNK : (i + 1) * CHUNK].astype(BF16)
         plgpu.commit_smem()
-        columns = pl.ds(half * HALF, HALF)
+
+        def store(first: Array | int, num: int) -> None:
+            for i in range(HALF // CHUNK):
+                columns = pl.ds(half * HALF + i * CHUNK, CHUNK)
+                source = output_s.at[half, i, pl.ds(first, num)]
+                plgpu.copy_smem_to_gmem(source, z_g.at[pl.ds(start + first, num), columns])
 
         @pl.when((count == QUERIES) | is_padding)  # a copy clips what is behind the last query
         def _() -> None:
-            plgpu.copy_smem_to_gmem(output_s.at[half], z_g.at[pl.ds(start, QUERIES), columns])
+            store(0, QUERIES)
 
         @pl.when((count < QUERIES) & ~is_padding)  # the next query belongs to another row
         def _() -> None:
             @pl.loop(0, count)
-            def _(i: Array) -> None:
-                one = output_s.at[half, pl.ds(i, 1)]
-                plgpu.copy_smem_to_gmem(one, z_g.at[pl.ds(start + i, 1), columns])
+            def _(query: Array) -> None:
+                store(query, 1)
 
         plgpu.wait_smem_to_gmem(0)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -45,6 +46,8 @@ class Case:
     | `op`, `shape` | name of the operator, and of the shape |
     | `build` | makes the arguments on the device |
     | `implementations` | what to time; the first is what the others' outputs are compared with |
+    | `peers` | other projects' kernels by name: functions that time the same work, each in a |
+    | | process of its own, and return `us`, `us_min` and `us_max`; an ImportError skips one |
     | `tolerance` | limit of max abs(difference) / max abs(output) |
     | `limit_s` | time that the case may take in a process of its own |
     """
@@ -53,6 +56,7 @@ class Case:
     shape: str
     build: Callable[[], Work]
     implementations: tuple[str, ...] = ("xla", "mosaic")
+    peers: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
     tolerance: float = 1e-2
     limit_s: float = 90.0
     smoke: bool = field(default=False)

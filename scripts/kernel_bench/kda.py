@@ -216,6 +216,6 @@ def _call_commit(implementation: str, inputs: Arrays, weights: Arrays) -> jax.Ar
             implementation=implementation,
             **GATES,
         )
-    high = pool[:, target, 0]  # words of the first numbers, the upper halves
+    high = pool[:, target, 0, :256]  # words of the first numbers, the upper halves
     pool_ref[...] = pool
     return lax.bitcast_convert_type(high, jnp.bfloat16).astype(jnp.float32)

@@ -37,6 +37,18 @@ def measure(case: Case) -> Iterator[Line]:
         yield line
 
 
+def measure_peer(case: Case, peer: str) -> Line:
+    """Time another project's kernel."""
+    line: Line = {"op": case.op, "shape": case.shape, "implementation": peer}
+    try:
+        line |= case.peers[peer]()
+    except ImportError as missing:
+        line["skipped"] = str(missing)
+    except Exception as error:
+        line["failure"] = f"{type(error).__name__}: {error}"[:500]
+    return line
+
+
 def _timed(work: Work, implementation: str) -> Line:
     """Time a chain of calls on all sets of inputs in one program; a call is a share of it."""
     one = _program(work, implementation, 1)

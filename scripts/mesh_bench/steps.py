@@ -33,8 +33,9 @@ from k3jax.paged_model import PagedModel
 from k3jax.param_spec import ParamSpec
 from k3jax.params import describe
 from k3jax.pool import abstract_pool, pool_layout
+from k3jax.program import Program
 from k3jax.results import unpack
-from k3jax.step import Program, serving_step
+from k3jax.step import serving_step
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
 

@@ -16,7 +16,8 @@ from k3jax.config import CacheConfig, EngineConfig, ModelConfig, validate
 from k3jax.layers import param_dtype
 from k3jax.params import describe
 from k3jax.pool import pool_layout
-from k3jax.step import Program, serving_step
+from k3jax.program import Program
+from k3jax.step import serving_step
 from serving.page_table.alignment import align
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh

@@ -11,7 +11,8 @@ import pytest
 
 from k3jax.compile import compile_copying
 from k3jax.paged_model import PagedModel
-from k3jax.step import COPY_WIDTH, Program
+from k3jax.program import Program
+from k3jax.step import COPY_WIDTH
 from serving.plan import PageCopy
 from sharding.mesh import make_mesh
 from tests import tiny

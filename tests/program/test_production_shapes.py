@@ -15,7 +15,8 @@ from k3jax.config import CacheConfig, EngineConfig, ModelConfig, validate
 from k3jax.model import abstract_params
 from k3jax.params import a_log_stored
 from k3jax.pool import pool_layout
-from k3jax.step import Program, serving_step
+from k3jax.program import Program
+from k3jax.step import serving_step
 from pallas_kernels.kda import mosaic_decode
 from serving.page_table.alignment import align
 from sharding.axes import DP, TP, ParallelConfig

@@ -17,7 +17,8 @@ from k3jax.compile import (
     compile_clearing,
     compile_copying,
 )
-from k3jax.step import Program, serving_step
+from k3jax.program import Program
+from k3jax.step import serving_step
 from sharding.mesh import make_mesh
 from tests import tiny
 from tests.models import program_of
