@@ -13,6 +13,7 @@ import numpy as np
 from k3jax.buckets import Bucket
 from k3jax.cache_spec import cache_spec
 from k3jax.config import CacheConfig, Dtype, EngineConfig, ModelConfig
+from k3jax.draft.config import DraftConfig
 from k3jax.paged_model import PagedModel
 from k3jax.pool import pool_layout
 from k3jax.program import Program
@@ -48,14 +49,19 @@ def program_of(
     num_pages: int,
     dtype: Dtype = "float32",
     max_rows: int = 4,
+    draft: DraftConfig | None = None,
+    num_drafts: int = 0,
     **mesh: Any,
 ) -> Program:
     """What to compile for a small pool; `mesh` goes to `ParallelConfig`."""
     parallel = ParallelConfig(**mesh)
-    spec = cache_spec(cfg, tp=parallel.tp, dtype=dtype)
+    spec = cache_spec(cfg, tp=parallel.tp, dtype=dtype, draft=draft)
     cache = CacheConfig(page_tokens=page_tokens, num_pages=num_pages)
     layout = pool_layout(cfg, cache, spec, tp=parallel.tp, dtype=dtype)
-    return Program(cfg=cfg, parallel=parallel, layout=layout, dtype=dtype, max_rows=max_rows)
+    return Program(
+        cfg=cfg, parallel=parallel, layout=layout, dtype=dtype, max_rows=max_rows, draft=draft,
+        num_drafts=num_drafts,
+    )  # fmt: skip
 
 
 def open_model(
@@ -68,7 +74,7 @@ def open_model(
     """A model with random weights, or with `params`, compiled for `buckets`."""
     mesh = make_mesh(program.parallel)
     if params is None:
-        params = tiny.random_params(program.cfg, dtype=program.dtype)
+        params = tiny.program_params(program)
     placed = jax.tree.map(
         lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)),
         params,

@@ -17,10 +17,11 @@ import numpy as np
 
 from k3jax.config import Dtype, ModelConfig
 from k3jax.param_spec import ParamSpec
-from k3jax.params import describe
+from k3jax.params import AnyConfig, describe
+from k3jax.program import DRAFT_PREFIX, Program
 from k3jax.weights import plan, synthetic
 from k3jax.weights.embedded import mxfp4_quantization_config
-from k3jax.weights.names import num_leading_dims, released_name
+from k3jax.weights.names import num_experts, num_leading_dims, released_name
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
 
@@ -111,8 +112,17 @@ def write_tiny_checkpoint(
     return synthetic.write_checkpoint(folder, config, seed=seed, num_shards=num_shards)
 
 
+def program_params(program: Program) -> dict[str, dict[str, jax.Array]]:
+    """A random tree of all that a program needs."""
+    params = random_params(program.cfg, dtype=program.dtype)
+    if program.draft is not None:
+        draft = random_params(program.draft, dtype=program.dtype).items()
+        params |= {f"{DRAFT_PREFIX}{part}": leaves for part, leaves in draft}
+    return params
+
+
 def random_params(
-    cfg: ModelConfig, *, dtype: Dtype = "float32", seed: int = 0
+    cfg: AnyConfig, *, dtype: Dtype = "float32", seed: int = 0
 ) -> dict[str, dict[str, jax.Array]]:
     """A random tree of `describe(cfg)` on the default device.
 
@@ -127,7 +137,7 @@ def random_params(
 
 
 def _assemble(
-    spec: ParamSpec, stored: Mapping[str, np.ndarray], cfg: ModelConfig, dtype: Dtype
+    spec: ParamSpec, stored: Mapping[str, np.ndarray], cfg: AnyConfig, dtype: Dtype
 ) -> np.ndarray:
     """Put the stored tensors of one leaf together, as `ParamSpec` says."""
     leaf = np.zeros(spec.shape, plan.numpy_dtype(spec, dtype))
@@ -135,7 +145,7 @@ def _assemble(
     for source, (layer_idx, layer) in itertools.product(
         spec.sources, enumerate(spec.layers or (0,))
     ):
-        for expert in range(cfg.num_experts if None in source.index else 1):
+        for expert in range(num_experts(source, cfg)):
             tensor = stored[released_name(source.name.format(layer=layer, expert=expert), cfg)]
             inside = tuple(expert if part is None else part for part in source.index)
             place = (layer_idx, *inside) if spec.layers else inside

@@ -133,7 +133,7 @@ def _block(
 
             def token(x: Array, state: Array, rows: pl.Slice = rows) -> Array:
                 k, decay = parts.column(column_s.at[x, 0]), parts.column(column_s.at[x, 1])
-                return parts.fold(state, decay, parts.row(u_s.at[x, rows]), k)
+                return parts.fold(parts.shrink(state, decay), parts.row(u_s.at[x, rows]), k)
 
             plgpu.barrier_wait(half_full.at[half])
             state = parts.read_half(state_s.at[half], source)

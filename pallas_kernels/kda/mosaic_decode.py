@@ -162,9 +162,12 @@ def _block(
             rows = pl.ds(half * HALF, HALF)
             plgpu.barrier_wait(half_full.at[half])
             state = parts.read_half(state_s.at[half], source)
-            k, decay = parts.column(column_s.at[1]), parts.column(column_s.at[2])
-            u = beta * (parts.row(value_s.at[rows]) - jnp.sum(state * decay * k, axis=1))
-            state = parts.fold(state, decay, u, k)
+            state, k = (
+                parts.shrink(state, parts.column(column_s.at[2])),
+                parts.column(column_s.at[1]),
+            )
+            u = beta * (parts.row(value_s.at[rows]) - jnp.sum(state * k, axis=1))
+            state = parts.fold(state, u, k)
             output_s[rows] = jnp.sum(state * parts.column(column_s.at[0]), axis=1)
             parts.write_half(state_s.at[half], state)
             plgpu.commit_smem()

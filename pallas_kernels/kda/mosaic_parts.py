@@ -79,13 +79,13 @@ def copy_page_in(
 ) -> None:
     """Ask for this block's window and state of a page."""
     head = lax.axis_index("head")
-    for entry in range(WINDOW):
-        old = page_g.at[window_row(entry, heads, head)]
-        plgpu.copy_gmem_to_smem(old, window_s.at[pl.ds(entry, 1)], window_full)
     for half in range(2):
         for plane in range(2):
             old = page_g.at[state_rows(half, plane, heads, head)]
             plgpu.copy_gmem_to_smem(old, state_s.at[half, plane], half_full.at[half])
+    for entry in range(WINDOW):
+        old = page_g.at[window_row(entry, heads, head)]
+        plgpu.copy_gmem_to_smem(old, window_s.at[pl.ds(entry, 1)], window_full)
 
 
 def copy_window_out(window_s: Any, first: Any, page_g: Any, heads: int) -> None:
@@ -162,13 +162,18 @@ def row(ref: Any) -> Array:
     return plgpu.load(ref, layout=ROW, optimized=False)
 
 
-def fold(state: Array, decay: Array, u: Array, k: Array) -> Array:
-    """Return the state after a token.
+def shrink(state: Array, decay: Array) -> Array:
+    """Return the state, decayed.
 
-    The product with `u` stands first: so the one rounding that the compiler saves is always the
-    same, whatever else a kernel does with the decayed state.
+    The bound changes no finite number. It keeps the compiler from joining this product with the sum
+    in `fold`, which it would do in one kernel and not in the other.
     """
-    return lax.broadcast_in_dim(u, (HALF, DIM), (0,)) * k + state * decay
+    return jnp.maximum(state * decay, jnp.finfo(jnp.float32).min)
+
+
+def fold(shrunk: Array, u: Array, k: Array) -> Array:
+    """Return the state after a token."""
+    return shrunk + lax.broadcast_in_dim(u, (HALF, DIM), (0,)) * k
 
 
 def gated_norm(o: Array, out_scale: Array, eps: float) -> Array:

@@ -164,10 +164,11 @@ def _block(
             rows = pl.ds(half * HALF, HALF)
 
             def token(x: Array, state: Array, rows: pl.Slice = rows) -> Array:
-                k, decay = parts.column(column_s.at[x, 1]), parts.column(column_s.at[x, 2])
-                error = parts.row(value_s.at[x, rows]) - jnp.sum(state * decay * k, axis=1)
+                k = parts.column(column_s.at[x, 1])
+                state = parts.shrink(state, parts.column(column_s.at[x, 2]))
+                error = parts.row(value_s.at[x, rows]) - jnp.sum(state * k, axis=1)
                 u = parts.row(beta_s.at[x, rows]) * error
-                state = parts.fold(state, decay, u, k)
+                state = parts.fold(state, u, k)
                 u_s[x, rows] = u
                 output_s[x, rows] = jnp.sum(state * parts.column(column_s.at[x, 0]), axis=1)
                 return state

@@ -32,6 +32,7 @@ HALF = LATENT // 2
 RING = 2  # tiles
 
 SOFTMAX = 0  # warpgroup
+SOFTMAX_REGISTERS, VALUE_REGISTERS = 120, 192  # of a thread
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 WORDS = (jnp.uint16, BF16)  # of the pool, and as numbers
@@ -105,6 +106,7 @@ def attend(
             "rest_full": plgpu.Barrier(num_barriers=RING),
             "weight_full": plgpu.Barrier(),
             "weight_empty": plgpu.Barrier(num_arrivals=2),
+            "next_scored": plgpu.Barrier(),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
@@ -128,7 +130,7 @@ def _output() -> Any:
 def _block(
     work_g, first_page_g, pages_g, q_g, pool_g, z_g,
     *, kv_s, q_s, weight_s, factor_s, q_full, value_full, rest_full, weight_full, weight_empty,
-    heads: int, page_tokens: int, factor: float, compiled: bool,
+    next_scored, heads: int, page_tokens: int, factor: float, compiled: bool,
 ) -> None:  # fmt: skip
     unit, warpgroup = lax.axis_index("unit"), lax.axis_index("warpgroup")
     row, start, count, x = (work_g[unit, i] for i in range(4))
@@ -186,16 +188,21 @@ def _block(
             next_page = page_of(jnp.minimum(tile + RING, num_tiles - 1))
 
             def products(scores: Any) -> Array:
+                plgpu.barrier_wait(rest_full.at[slot])
+                plgpu.wgmma(scores, queries_s.at[LATENT // CHUNK], rest_s.at[slot].T)
                 for half in range(2):
                     plgpu.barrier_wait(value_full.at[half * RING + slot])
                     for i in range(HALF // CHUNK):
                         keys = values_s.at[half, slot, :, pl.ds(i * CHUNK, CHUNK)]
                         plgpu.wgmma(scores, queries_s.at[half * (HALF // CHUNK) + i], keys.T)
-                plgpu.barrier_wait(rest_full.at[slot])
-                plgpu.wgmma(scores, queries_s.at[LATENT // CHUNK], rest_s.at[slot].T)
                 return scores[...]
 
             scores = pl.run_scoped(products, plgpu.ACC(shape, F32))  # pyright: ignore[reportPrivateImportUsage]
+
+            @pl.when(tile > 0)
+            def _() -> None:
+                plgpu.barrier_arrive(next_scored)
+
             if masked:
                 query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=REGISTERS)
                 place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=REGISTERS)
@@ -234,6 +241,7 @@ def _block(
 
         @pl.when(num_tiles > 0)
         def _() -> None:
+            plgpu.barrier_arrive(next_scored)
             plgpu.barrier_wait(weight_empty)
 
         factor_s[...] = 1.0 / jnp.where(total == 0.0, 1.0, total)
@@ -263,6 +271,10 @@ def _block(
             @pl.when((tile + 1) * TILE > num_visible)
             def _() -> None:
                 clear_unseen(values_s.at[half, slot], num_visible - tile * TILE)
+
+            @pl.when(half == 1)
+            def _() -> None:
+                plgpu.barrier_wait(next_scored)
 
             z = _add_product(
                 z * rows(keep, HALF), weight_s, values_s.at[half, slot], compiled=compiled
@@ -306,16 +318,16 @@ def _block(
     def _() -> None:
         @pl.when(warpgroup == SOFTMAX)
         def _() -> None:
-            plgpu.set_max_registers(120, action="decrease")
+            plgpu.set_max_registers(SOFTMAX_REGISTERS, action="decrease")
             find_weights()
 
         @pl.when(warpgroup != SOFTMAX)
         def _() -> None:
-            plgpu.set_max_registers(192, action="increase")
+            plgpu.set_max_registers(VALUE_REGISTERS, action="increase")
             add_values()
 
 
-def _add_product(total: Array, left: Any, right: Any, *, compiled: bool) -> Array:
+def _add_product(total: Array, left: Any, right: Any, *, compiled: bool) -> Any:
     """Return total + left @ right. The interpreter does not take sums that start at a value."""
 
     def run(sums: Any) -> Array:
@@ -323,7 +335,7 @@ def _add_product(total: Array, left: Any, right: Any, *, compiled: bool) -> Arra
         return sums[...]
 
     if not compiled:
-        return total + pl.run_scoped(run, plgpu.ACC(total.shape, F32))  # pyright: ignore[reportPrivateImportUsage]
+        return total + pl.run_scoped(run, plgpu.ACC((QUERIES, HALF), F32))  # pyright: ignore[reportPrivateImportUsage]
 
     def add(sums: Any) -> None:
         plgpu.wgmma(sums, left, right)

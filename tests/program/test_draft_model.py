@@ -1,0 +1,139 @@
+"""A draft model in the serving loop: its proposals are the oracle's, and change no token."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from k3jax.buckets import Bucket, bucket_table
+from k3jax.cache_spec import cache_spec
+from k3jax.config import EngineConfig
+from k3jax.draft.config import DraftConfig
+from k3jax.paged_model import PagedModel
+from k3jax.step import serving_step
+from serving.page_table.alignment import PageGeometry, align
+from serving.request import Request, SamplingParams
+from serving.scheduler import make_limits
+from tests import draft_oracle, oracle, tiny
+from tests.fakes import SchedulerDriver
+from tests.models import Row, StepExecutor, open_model, program_of, run_plans
+from tests.unit.test_draft_config import SMALL_GQA, SMALL_MLA
+
+CFG = tiny.tiny_config()
+NUM_DRAFTS, NUM_PAGES, MAX_TOKENS = 3, 26, 24
+TAPS = (0, 2, 4)
+DRAFTS = {
+    "mla": SMALL_MLA | {"target_layer_ids": list(TAPS), "rope_theta": 100.0},
+    "gqa": SMALL_GQA,
+}
+LENGTHS = (1, 39, 41, 64, 65)
+
+
+@functools.cache
+def draft_config(name: str) -> DraftConfig:
+    cfg = DraftConfig.from_hf(DRAFTS[name])
+    cfg.check_target(CFG)
+    return cfg
+
+
+@functools.cache
+def geometry(name: str | None) -> PageGeometry:
+    draft = draft_config(name) if name else None
+    return align(
+        cache_spec(CFG, tp=1, dtype="float32", draft=draft), unit_tokens=8, kernel_tokens=8
+    )
+
+
+def engine(name: str | None) -> EngineConfig:
+    return EngineConfig(
+        dtype="float32", max_rows=4, max_context_tokens=100, max_prefill_tokens=64,
+        max_prefill_rows=2, num_drafts=NUM_DRAFTS if name else 0,
+    )  # fmt: skip
+
+
+@functools.cache
+def model(name: str | None) -> PagedModel:
+    program = program_of(
+        CFG, page_tokens=geometry(name).page_tokens, num_pages=NUM_PAGES,
+        draft=draft_config(name) if name else None, num_drafts=NUM_DRAFTS if name else 0,
+    )  # fmt: skip
+    buckets = bucket_table(engine(name), page_tokens=geometry(name).page_tokens)
+    return open_model(program, buckets, make_step=serving_step)
+
+
+def answers(name: str | None) -> list[tuple[int, ...]]:
+    """Greedy tokens of all requests, served together."""
+    limits = make_limits(
+        engine(name), geometry(name), num_pages=NUM_PAGES, vocab_size=CFG.vocab_size,
+        drafter="device",
+    )  # fmt: skip
+    driver = SchedulerDriver(limits, StepExecutor(model(name)), geometry(name), NUM_PAGES)
+    for index, length in enumerate(LENGTHS):
+        prompt = np.random.default_rng(index).integers(0, CFG.vocab_size, length).tolist()
+        driver.submit(
+            Request(
+                request_id=f"r{index}", prompt=tuple(prompt), eos_token_ids=(),
+                sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=MAX_TOKENS),
+            )
+        )  # fmt: skip
+    driver.finish()
+    return [driver.tokens(f"r{index}") for index in range(len(LENGTHS))]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_greedy_tokens_are_those_without_a_draft(name: str) -> None:
+    assert answers(name) == answers(None)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name: str) -> None:
+    draft, page_tokens = draft_config(name), geometry(name).page_tokens
+    program = program_of(
+        CFG, page_tokens=page_tokens, num_pages=8, draft=draft, num_drafts=NUM_DRAFTS
+    )
+    prefill, decode = Bucket("prefill", 64, 1, 3), Bucket("decode", 1 + NUM_DRAFTS, 1, 3)
+    paged = open_model(program, [prefill, decode], make_step=serving_step)
+    params = tiny.program_params(program)
+    target = {part: leaves for part, leaves in params.items() if "/" not in part}
+    own = {part.removeprefix("draft/"): leaves for part, leaves in params.items() if "/" in part}
+    states = tuple(range(5, 5 + program.num_recurrent_groups))
+    tokens = np.random.default_rng(3).integers(0, CFG.vocab_size, 47).astype(np.int32)
+
+    def wanted(tokens: np.ndarray) -> list[int]:
+        """The target's next token and the drafts behind it."""
+        logits, stream = oracle.forward(CFG, target, tokens)
+        anchor = int(logits[-1].argmax())
+        taps = np.concatenate([stream[i] for i in draft.tap_layers], axis=1)
+        vocab = own["top"] if draft.has_own_vocab else target["top"]
+        inputs = [anchor, *[draft.mask_token_id] * (NUM_DRAFTS - 1)]
+        embedded = np.asarray(vocab["embed"], np.float64)[inputs]
+        hidden = draft_oracle.block(draft, own, taps, embedded)
+        base = hidden @ np.asarray(vocab["lm_head"], np.float64).T
+        w1, w2 = (np.asarray(own["markov"][key], np.float64) for key in ("w1", "w2"))
+        found = [anchor]
+        for row in base:
+            found.append(int((row + w2 @ w1[found[-1]]).argmax()))
+        return found
+
+    def held() -> list[int]:
+        return np.asarray(paged._tokens)[0].tolist()
+
+    first = Row(tokens, (1, 2, 3), states).plan(0, len(tokens))
+    run_plans(paged, prefill, [first])
+    assert held() == wanted(tokens)
+    # The target takes none, or some, of drafts that the host names.
+    anchor = held()[0]
+    for num_right in (0, 2):
+        right = [anchor]
+        for _ in range(num_right):
+            sequence = np.array([*tokens, *right], np.int32)
+            right.append(int(oracle.forward(CFG, target, sequence)[0][-1].argmax()))
+        drafts = [*right[1:], *[1] * (NUM_DRAFTS - num_right)]
+        tried = np.array([*tokens, anchor, *drafts], np.int32)
+        plan = Row(tried, (1, 2, 3), states).plan(len(tokens), len(tried))
+        run_plans(paged, decode, [plan._replace(num_drafts=NUM_DRAFTS)])
+        tokens = np.array([*tokens, *right], np.int32)
+        assert held() == wanted(tokens)
+        anchor = held()[0]
