@@ -18,11 +18,12 @@ from k3jax import kda, mla, moe
 from k3jax.buckets import Kind
 from k3jax.cache_spec import layer_groups
 from k3jax.config import Dtype, ModelConfig
+from k3jax.draft.config import TapMode
 from k3jax.layers import Declared, linear_f32
 from k3jax.params import describe
 from k3jax.pool import PoolLayout
 from k3jax.step_meta import StepMeta
-from pallas_kernels.attn_res import attn_res_norm
+from pallas_kernels.attn_res import attn_res_mix, attn_res_norm
 from pallas_kernels.numerics import round_to
 from sharding import collectives
 from sharding.axes import ParallelConfig
@@ -68,6 +69,7 @@ class K3(nn.Module):
         meta: StepMeta,
         layout: PoolLayout,
         tap_layers: tuple[int, ...] = (),
+        tap_mode: TapMode = "prefix",
     ) -> Forward:
         """Run all layers.
 
@@ -78,7 +80,8 @@ class K3(nn.Module):
           tokens: flat token ids of all rows.
           pool: this rank's pages; entries and states of the step's tokens are written, in a step
             with drafts the entries only.
-          tap_layers: whose outputs, the residual stream behind them, are returned as well.
+          tap_layers, tap_mode: whose outputs are returned as well, and as what: the residual stream
+            behind such a layer, or the mixture that the next layer makes of it.
         """
         cfg = self.cfg
         where = layer_positions(cfg)
@@ -92,11 +95,11 @@ class K3(nn.Module):
         out: Float[Array, "t H"] | None = None
         bank: list[Float[Array, "t H"]] = []
         trials: list[kda.KdaTrial] = []
-        stream: list[Float[Array, "t H"]] = []  # in front of each layer, behind the one before
+        stream: list[Float[Array, "t H"]] = []  # what each layer finds
         for i in range(cfg.num_layers):
             with jax.named_scope(f"layer_{i}"):
                 prefix, x = self._norm("attn_res", "input", i, bank, prefix, out)
-                stream.append(prefix)
+                stream.append(self._tap(tap_mode, i, bank, prefix))
                 with jax.named_scope("attention/gather"):
                     x_all = collectives.gather_tokens(x) if is_sharded else x
                 out, pool, trial = self._attention(i, where[i], x_all, pool, meta, layout)
@@ -114,7 +117,7 @@ class K3(nn.Module):
             with jax.named_scope("load"):
                 load = collectives.sum_partials(load)
         prefix, hidden = self._final_norm(bank, prefix, out)
-        stream.append(prefix)
+        stream.append(self._tap(tap_mode, cfg.num_layers, bank, prefix))
         taps = [stream[i + 1] for i in tap_layers] or [hidden[:, :0]]
         return Forward(hidden, pool, load, trials, jnp.concatenate(taps, axis=1))
 
@@ -189,6 +192,19 @@ class K3(nn.Module):
         with jax.named_scope("attn_res"):
             eps = self.cfg.rms_norm_eps
             return attn_res_norm(bank, prefix, out, weights, norms[norm][i], eps=eps)
+
+    def _tap(
+        self, mode: TapMode, i: int, bank: list[Float[Array, "t H"]], prefix: Float[Array, "t H"]
+    ) -> Float[Array, "t H"]:
+        """What layer `i`, or the head, finds in the residual stream (k3-model.md section 6.4)."""
+        if mode == "prefix" or not bank:
+            return prefix
+        if i == self.cfg.num_layers:
+            norm, proj = self.top()["output_res_norm"], self.top()["output_res_proj"]
+        else:
+            norm, proj = (self.norms()[f"attn_res_{name}"][i] for name in ("norm", "proj"))
+        mixed = attn_res_mix((*bank, prefix), norm, proj, eps=self.cfg.rms_norm_eps)
+        return round_to(mixed, prefix.dtype)
 
     def _final_norm(
         self,

@@ -104,8 +104,8 @@ def run_layers(
     )
     model = K3(program.cfg, program.parallel, program.dtype)
     tokens = _resolve_tokens(fields, buffer)
-    taps = program.draft.tap_layers if program.draft else ()
-    forward = apply(model, params, tokens, pool[0], meta, layout, taps)
+    taps = (program.draft.tap_layers, program.draft.tap_mode) if program.draft else ()
+    forward = apply(model, params, tokens, pool[0], meta, layout, *taps)
     is_sharded = shards_tokens(program.parallel, bucket.kind, bucket.tokens)
     return Run(model, params, tokens, forward, is_sharded, meta)
 

@@ -13,11 +13,12 @@ from k3jax import inputs
 from k3jax.buckets import Bucket, bucket_table
 from k3jax.cache_spec import CacheSpec, cache_spec
 from k3jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, validate
+from k3jax.draft.config import DraftConfig
 from k3jax.paged_model import PagedModel, ParamArrays
 from k3jax.pool import pool_layout
-from k3jax.program import Program
+from k3jax.program import DRAFT_PREFIX, Program
 from k3jax.step import serving_step
-from k3jax.weights import Progress, load_params, read_model_config
+from k3jax.weights import Progress, load_params, read_draft_config, read_model_config
 from serving.executor import Executor
 from serving.page_table.alignment import PageGeometry, align
 from sharding.axes import ParallelConfig
@@ -40,6 +41,7 @@ class LoadedModel:
     spec: CacheSpec
     geometry: PageGeometry
     params: ParamArrays
+    draft: DraftConfig | None = None
 
     def program(self, num_pages: int) -> Program:
         """What to compile for a pool of `num_pages`, the null page included."""
@@ -53,6 +55,8 @@ class LoadedModel:
             dtype=self.engine.dtype,
             max_rows=self.engine.max_rows,
             kernels=self.engine.kernels,
+            draft=self.draft,
+            num_drafts=self.engine.num_drafts if self.draft else 0,
         )
 
 
@@ -73,6 +77,7 @@ def load_model(
     engine: EngineConfig,
     parallel: ParallelConfig,
     *,
+    draft_dir: Path | None = None,
     unit_tokens: int = 128,
     weight_cache: Path | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
@@ -80,6 +85,7 @@ def load_model(
     """Load a checkpoint onto a mesh.
 
     Args:
+      draft_dir: folder of a draft model for it.
       unit_tokens: pages are a multiple of it (cache-semantics.md section 1).
       weight_cache: folder for converted weights, which lets a killed load resume.
       progress: told how far the load is, after each piece.
@@ -95,10 +101,14 @@ def load_model(
         check_platform(parallel, mesh.devices.flat[0].platform)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    spec = cache_spec(cfg, tp=parallel.tp, dtype=engine.dtype)
+    draft = read_draft_config(draft_dir) if draft_dir else None
+    spec = cache_spec(cfg, tp=parallel.tp, dtype=engine.dtype, draft=draft)
     params = load_params(
         model_dir, cfg, parallel, mesh, engine.dtype, cache_dir=weight_cache, progress=progress
     )
+    if draft_dir and draft:
+        own = load_params(draft_dir, draft, parallel, mesh, engine.dtype)
+        params |= {f"{DRAFT_PREFIX}{part}": leaves for part, leaves in own.items()}
     return LoadedModel(
         cfg=cfg,
         engine=engine,
@@ -107,6 +117,7 @@ def load_model(
         spec=spec,
         geometry=align(spec, unit_tokens=unit_tokens),
         params=params,
+        draft=draft,
     )
 
 

@@ -101,6 +101,7 @@ def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = Non
         vocab_size=setup.model.vocab_size,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
+        drafter="ngram" if options.speculate == "ngram" else "device",
     )
     table = empty_table(loaded.geometry, num_pages, setup.policy)
     say(report(loaded.geometry, num_pages, num_replicas=setup.parallel.dp))
@@ -150,6 +151,7 @@ def _load_weights(setup: Setup, barrier: Barrier) -> tuple[LoadedModel, int]:
             setup.folder,
             setup.engine,
             setup.parallel,
+            draft_dir=options.draft,
             unit_tokens=options.page_unit,
             weight_cache=options.weight_cache,
             progress=progress,

@@ -17,9 +17,12 @@ from serving.option_types import byte_size, number
 from sharding.axes import Dispatch, ShardTokens, Tail
 
 type Switch = Literal["on", "off"]
+type Speculate = Literal["off", "ngram", "dspark"]
 
 # One process drives all devices of its machine.
 DEFAULT_PROCESSES = 1
+
+DEFAULT_NGRAM_DRAFTS = 4
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -60,8 +63,9 @@ class Options:
     max_context: int | None
     max_prefill_tokens: int
     max_prefill_rows: int | None
-    speculate: Literal["off", "ngram"]
-    num_drafts: int
+    speculate: Speculate
+    draft: Path | None
+    num_drafts: int | None
     max_waiting: int
     max_waiting_tokens: int | None
     output_buffer: int
@@ -297,17 +301,24 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--speculate",
-        choices=("off", "ngram"),
+        choices=get_args(Speculate.__value__),
         default="off",
-        help="propose several tokens and verify them in one step: ngram repeats what followed the "
-        "same tokens before; the text stays as likely as without (default: %(default)s)",
+        help="propose several tokens and verify them in one step: dspark has a draft model, ngram "
+        "repeats what followed the same tokens before; the text stays as likely as without "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--draft",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint folder of the draft model, for --speculate dspark",
     )
     group.add_argument(
         "--num-drafts",
         type=number(int, at_least=1, at_most=MAX_DRAFTS),
-        default=4,
         metavar="N",
-        help="proposed tokens of a request and step, at most (default: %(default)s)",
+        help="proposed tokens of a request and step, at most (default: the draft model's, or "
+        f"{DEFAULT_NGRAM_DRAFTS} of ngram)",
     )
     group.add_argument(
         "--max-waiting",

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from k3jax.cache_spec import cache_spec
 from k3jax.config import ConfigError, EngineConfig, ModelConfig, validate
+from k3jax.draft.config import DraftConfig
 from k3jax.inputs import EXPORT_TOKENS
 from pallas_kernels.settings import KernelSettings
 from serving.cache_options import cache_policy
-from serving.options import Options, default_cache_dir
+from serving.options import DEFAULT_NGRAM_DRAFTS, Options, default_cache_dir
 from serving.page_table import align
 from serving.page_table.policy import CachePolicy
 from serving.processes.place import Place, PlaceFlags, check_ranks, resolve
@@ -34,6 +35,7 @@ _OPTIONS_OF_A_PROCESS = {
     "cache_dir",
     "weight_cache",
     "compile_cache",
+    "draft",
     "record",
     "host",
     "port",
@@ -106,6 +108,7 @@ def prepare(options: Options) -> Setup:
 
     folder = options.model or ensure_embedded(cache_dir)
     model = read_model_config(folder)
+    draft = _read_draft(options, model)
     experts = options.experts
     if experts == "auto":
         experts = "ep" if model.num_experts % (sizes["dp"] * sizes["tp"]) == 0 else "tp"
@@ -116,7 +119,7 @@ def prepare(options: Options) -> Setup:
         or min(model.max_position_tokens, _DEFAULT_CONTEXT_TOKENS),
         max_prefill_tokens=options.max_prefill_tokens,
         max_prefill_rows=options.max_prefill_rows or min(4, options.max_rows),
-        num_drafts=0 if options.speculate == "off" else options.num_drafts,
+        num_drafts=_num_drafts(options, draft),
         kernels=KernelSettings(
             implementation=None if options.kernels == "auto" else options.kernels,
             pdl=options.pdl == "on",
@@ -133,7 +136,10 @@ def prepare(options: Options) -> Setup:
     validate(model, parallel, engine)
     check_ranks(place, parallel.num_ranks)
     policy = cache_policy(
-        align(cache_spec(model, tp=parallel.tp, dtype=engine.dtype), unit_tokens=options.page_unit),
+        align(
+            cache_spec(model, tp=parallel.tp, dtype=engine.dtype, draft=draft),
+            unit_tokens=options.page_unit,
+        ),
         is_enabled=options.prefix_cache == "on",
         hash_block_size=options.hash_block_size,
         state_retention=options.state_retention,
@@ -157,6 +163,40 @@ def prepare(options: Options) -> Setup:
             folder, model, tokenizer, name=name, max_context_tokens=engine.max_context_tokens
         ),
     )
+
+
+def _read_draft(options: Options, model: ModelConfig) -> DraftConfig | None:
+    """The configuration of the draft model, if one is asked for."""
+    if (options.speculate == "dspark") != (options.draft is not None):
+        raise ConfigError(
+            f"--speculate and --draft do not fit: got {options.speculate} and {options.draft}; "
+            "expected a folder with dspark, and none without"
+        )
+    if options.draft is None:
+        return None
+    from k3jax.weights import read_draft_config
+
+    draft = read_draft_config(options.draft)
+    draft.check_target(model)
+    return draft
+
+
+def _num_drafts(options: Options, draft: DraftConfig | None) -> int:
+    """Drafts of a row and step.
+
+    Raises:
+      ConfigError: more than the draft model makes.
+    """
+    if options.speculate == "off":
+        return 0
+    if draft is None:
+        return options.num_drafts or DEFAULT_NGRAM_DRAFTS
+    if options.num_drafts is not None and options.num_drafts > draft.num_drafts:
+        raise ConfigError(
+            f"--num-drafts is too large: got {options.num_drafts}; expected at most the "
+            f"{draft.num_drafts} of the draft model"
+        )
+    return options.num_drafts or draft.num_drafts
 
 
 def _check_record(path: Path) -> None:

@@ -15,9 +15,13 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def forward(
-    cfg: ModelConfig, params: dict, tokens: np.ndarray
+    cfg: ModelConfig, params: dict, tokens: np.ndarray, *, mixtures: list[np.ndarray] | None = None
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Logits `[T, V]` of one sequence, and the residual stream after each layer."""
+    """Logits `[T, V]` of one sequence, and the residual stream after each layer.
+
+    Args:
+      mixtures: gets what the attention residual behind each layer makes of it.
+    """
     tree = {part: {k: np.asarray(v).astype(np.float64) if v.dtype != np.uint8 else np.asarray(v)
                    for k, v in leaves.items()} for part, leaves in params.items()}  # fmt: skip
     top, norms = tree["top"], tree["norms"]
@@ -27,6 +31,8 @@ def forward(
         h = prefix
         if block and bank:
             h = _mix([*bank, prefix], norms["attn_res_norm"][i], norms["attn_res_proj"][i], cfg)
+        if mixtures is not None and i:
+            mixtures.append(h)
         starts = bool(block) and i % block == 0
         if starts:
             bank.append(prefix.copy())
@@ -50,6 +56,8 @@ def forward(
     y = prefix
     if block:
         y = _mix([*bank, prefix], top["output_res_norm"], top["output_res_proj"], cfg)
+    if mixtures is not None:
+        mixtures.append(y)
     return _rms(y, top["norm"], cfg.rms_norm_eps) @ top["lm_head"].T, stream
 
 

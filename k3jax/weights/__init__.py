@@ -8,7 +8,7 @@ checkpoints.
 
 from k3jax.weights.embedded import ensure_embedded
 from k3jax.weights.errors import Problem, WeightError
-from k3jax.weights.folder import read_model_config
+from k3jax.weights.folder import read_draft_config, read_model_config
 from k3jax.weights.loader import load, load_params
 from k3jax.weights.progress import Progress, progress_bar
 
@@ -20,5 +20,6 @@ __all__ = [
     "load",
     "load_params",
     "progress_bar",
+    "read_draft_config",
     "read_model_config",
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from k3jax.config import ConfigError, Dtype, ModelConfig
+from k3jax.draft.config import DraftConfig
 from k3jax.weights.errors import Problem, WeightError, raise_if_any, refusal
 from k3jax.weights.safetensors_file import TensorEntry, duplicate, parse_unique, read_header
 
@@ -54,6 +55,15 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     if is_converted(model_dir):
         return dataclasses.replace(cfg, expert_format=read_manifest(model_dir).expert_format)
     return dataclasses.replace(cfg, expert_format=detect_expert_format(stored_names(model_dir)))
+
+
+def read_draft_config(model_dir: Path) -> DraftConfig:
+    """Read the `config.json` of a draft model.
+
+    Raises:
+      ConfigError: no `config.json`, or one that `DraftConfig.from_hf` refuses.
+    """
+    return DraftConfig.from_hf(read_json(model_dir / "config.json"))
 
 
 def read_json(file: Path) -> dict[str, Any]:

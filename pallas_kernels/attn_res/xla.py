@@ -24,20 +24,21 @@ def attn_res_norm(
         prefix_TH = round_to(total_TH, dtype)
     mix_TH = prefix_TH
     if mix_weights is not None:
-        mix_TH = round_to(_mix((*bank, prefix_TH), *mix_weights, eps), dtype)
+        mix_TH = round_to(mix((*bank, prefix_TH), *mix_weights, eps=eps), dtype)
     mix_TH = mix_TH.astype(jnp.float32)
     scale_T1 = lax.rsqrt(jnp.mean(jnp.square(mix_TH), axis=-1, keepdims=True) + eps)
     x_TH = round_to(mix_TH * scale_T1 * gain_H.astype(jnp.float32)[None, :], dtype)
     return prefix_TH, x_TH
 
 
-def _mix(
+def mix(
     sources: tuple[Float[Array, "T H"], ...],
     norm_H: Float[Array, " H"],
     proj_H: Float[Array, " H"],
+    *,
     eps: float,
 ) -> Float32[Array, "T H"]:
-    """Mix the sources by their scores."""
+    """Mix the sources by their scores, see the formulas of `api`."""
     query_1H = (norm_H.astype(jnp.float32) * proj_H.astype(jnp.float32))[None, :]
 
     def score(source_TH: Array) -> Array:

@@ -42,7 +42,6 @@ MLA_PREFILL = Op(
         "xla": xla.mla_prefill,
         "mosaic": mosaic_prefill.mla_prefill,
     },
-    unproven={"mosaic": mosaic_prefill.unproven},
 )
 
 

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int32, UInt16
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.mla.prefill_attend import ENTRY, LATENT, QUERIES, TILE, attend
 
-PROVEN_QUERIES = 3072  # (token, head) pairs from which on it was faster than XLA, on an H200
 _MAX_INDEX = 2**31 - 1  # entries of the pool, and visible (slot, head) pairs, are counted in int32
 
 
@@ -67,14 +66,6 @@ def mla_prefill(
         interpret=interpret,
     )
     return z_RL[: num_tokens * heads].reshape(num_tokens, heads, LATENT)
-
-
-def unproven(q_TNC: Float[Array, "T N C"], *_args: object, **_kwargs: object) -> str | None:
-    """Why the automatic choice passes the kernel over, for arguments that it would take."""
-    num_queries = q_TNC.shape[0] * q_TNC.shape[1]
-    if num_queries < PROVEN_QUERIES:
-        return f"not shown to be faster than xla below {PROVEN_QUERIES} queries"
-    return None
 
 
 def work_list(

@@ -32,7 +32,7 @@ HALF = LATENT // 2
 RING = 2  # tiles
 
 SOFTMAX = 0  # warpgroup
-SOFTMAX_REGISTERS, VALUE_REGISTERS = 120, 192  # of a thread
+SOFTMAX_REGISTERS, VALUE_REGISTERS = 152, 176  # of a thread
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 WORDS = (jnp.uint16, BF16)  # of the pool, and as numbers

@@ -9,6 +9,7 @@ that all calls read the same states.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ def cases() -> list[Case]:
             shape=f"rows{rows}-heads{heads}-layers{_num_layers(rows, heads)}",
             build=functools.partial(_decode, rows, heads, 128, _num_layers(rows, heads)),
             implementations=("xla", "mosaic", "triton"),
+            peers={"fla": functools.partial(_fla, rows, heads, _num_layers(rows, heads))},
         )
         for rows, heads in shapes
     ]
@@ -219,3 +221,39 @@ def _call_commit(implementation: str, inputs: Arrays, weights: Arrays) -> jax.Ar
     high = pool[:, target, 0, :256]  # words of the first numbers, the upper halves
     pool_ref[...] = pool
     return lax.bitcast_convert_type(high, jnp.bfloat16).astype(jnp.float32)
+
+
+def _fla(rows: int, heads: int, layers: int) -> dict[str, Any]:
+    """flash-linear-attention's `fused_recurrent_kda`: gate, L2 norms, beta and the delta rule.
+
+    The convolution, the output norm and the pages are not part of it.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+    from fla.ops.kda import fused_recurrent_kda  # pyright: ignore[reportMissingImports]
+    from kernel_bench.torch_peer import time_calls
+
+    def normal(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    def a_layer() -> Any:
+        q, k, v, f = (normal(rows, 1, heads, 128) for _ in range(4))
+        return functools.partial(
+            fused_recurrent_kda,
+            q=q,
+            k=k,
+            v=v,
+            g=f,
+            beta=normal(rows, 1, heads),
+            A_log=normal(heads, dtype=torch.float32),
+            dt_bias=normal(heads * 128, dtype=torch.float32),
+            initial_state=normal(rows, heads, 128, 128, dtype=torch.float32),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=GATES["lower_bound"],
+            state_v_first=True,
+        )
+
+    times = time_calls([a_layer() for _ in range(layers)], graph=True)
+    return {name: layers * time for name, time in times.items()}

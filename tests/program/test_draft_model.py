@@ -26,6 +26,7 @@ NUM_DRAFTS, NUM_PAGES, MAX_TOKENS = 3, 26, 24
 TAPS = (0, 2, 4)
 DRAFTS = {
     "mla": SMALL_MLA | {"target_layer_ids": list(TAPS), "rope_theta": 100.0},
+    "mla-mixture": SMALL_MLA | {"target_layer_ids": [0, 1, 4], "tap_mode": "mixture"},
     "gqa": SMALL_GQA,
 }
 LENGTHS = (1, 39, 41, 64, 65)
@@ -39,7 +40,7 @@ def draft_config(name: str) -> DraftConfig:
 
 
 @functools.cache
-def geometry(name: str | None) -> PageGeometry:
+def geometry(name: str | None, tp: int) -> PageGeometry:
     draft = draft_config(name) if name else None
     return align(
         cache_spec(CFG, tp=1, dtype="float32", draft=draft), unit_tokens=8, kernel_tokens=8
@@ -53,23 +54,23 @@ def engine(name: str | None) -> EngineConfig:
     )  # fmt: skip
 
 
-@functools.cache
-def model(name: str | None) -> PagedModel:
+def model(name: str | None, tp: int) -> PagedModel:
     program = program_of(
-        CFG, page_tokens=geometry(name).page_tokens, num_pages=NUM_PAGES,
+        CFG, page_tokens=geometry(name, tp).page_tokens, num_pages=NUM_PAGES, tp=tp,
         draft=draft_config(name) if name else None, num_drafts=NUM_DRAFTS if name else 0,
     )  # fmt: skip
-    buckets = bucket_table(engine(name), page_tokens=geometry(name).page_tokens)
+    buckets = bucket_table(engine(name), page_tokens=geometry(name, tp).page_tokens)
     return open_model(program, buckets, make_step=serving_step)
 
 
-def answers(name: str | None) -> list[tuple[int, ...]]:
+@functools.cache
+def answers(name: str | None, tp: int) -> list[tuple[int, ...]]:
     """Greedy tokens of all requests, served together."""
+    pages = geometry(name, tp)
     limits = make_limits(
-        engine(name), geometry(name), num_pages=NUM_PAGES, vocab_size=CFG.vocab_size,
-        drafter="device",
-    )  # fmt: skip
-    driver = SchedulerDriver(limits, StepExecutor(model(name)), geometry(name), NUM_PAGES)
+        engine(name), pages, num_pages=NUM_PAGES, vocab_size=CFG.vocab_size, drafter="device"
+    )
+    driver = SchedulerDriver(limits, StepExecutor(model(name, tp)), pages, NUM_PAGES)
     for index, length in enumerate(LENGTHS):
         prompt = np.random.default_rng(index).integers(0, CFG.vocab_size, length).tolist()
         driver.submit(
@@ -82,14 +83,23 @@ def answers(name: str | None) -> list[tuple[int, ...]]:
     return [driver.tokens(f"r{index}") for index in range(len(LENGTHS))]
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-def test_greedy_tokens_are_those_without_a_draft(name: str) -> None:
-    assert answers(name) == answers(None)
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        pytest.param("mla", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("mla", 1), ("gqa", 1), ("gqa", 2)]
+        ),
+    ],
+)
+def test_greedy_tokens_are_those_without_a_draft(name: str, tp: int) -> None:
+    assert answers(name, tp) == answers(None, 1)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name: str) -> None:
-    draft, page_tokens = draft_config(name), geometry(name).page_tokens
+    draft, page_tokens = draft_config(name), geometry(name, 1).page_tokens
     program = program_of(
         CFG, page_tokens=page_tokens, num_pages=8, draft=draft, num_drafts=NUM_DRAFTS
     )
@@ -103,9 +113,11 @@ def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name:
 
     def wanted(tokens: np.ndarray) -> list[int]:
         """The target's next token and the drafts behind it."""
-        logits, stream = oracle.forward(CFG, target, tokens)
+        mixtures: list[np.ndarray] = []
+        logits, stream = oracle.forward(CFG, target, tokens, mixtures=mixtures)
         anchor = int(logits[-1].argmax())
-        taps = np.concatenate([stream[i] for i in draft.tap_layers], axis=1)
+        source = mixtures if draft.tap_mode == "mixture" else stream
+        taps = np.concatenate([source[i] for i in draft.tap_layers], axis=1)
         vocab = own["top"] if draft.has_own_vocab else target["top"]
         inputs = [anchor, *[draft.mask_token_id] * (NUM_DRAFTS - 1)]
         embedded = np.asarray(vocab["embed"], np.float64)[inputs]

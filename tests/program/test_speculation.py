@@ -100,7 +100,10 @@ def mixed(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
     return tuple(t if rng.random() < 0.7 else (t + 1) % CFG.vocab_size for t in drafts)
 
 
-@pytest.mark.parametrize("propose", [right, wrong, mixed, ngram.propose])
+@pytest.mark.parametrize(
+    "propose",
+    [right, mixed, *(pytest.param(one, marks=pytest.mark.slow) for one in (wrong, ngram.propose))],
+)
 def test_greedy_tokens_are_those_without_drafts(
     monkeypatch: pytest.MonkeyPatch, propose: Propose
 ) -> None:
