@@ -1,6 +1,6 @@
 """First kernel of `kda_prefill` on Hopper: what a chunk of 64 tokens needs that no state enters.
 
-A block of 128 threads prepares one chunk of one head. With q and k normalised, g the log decays in base 2,
+A warpgroup prepares one chunk of one head. With q and k normalised, g the log decays in base 2,
 G(i) their sum from the chunk's start through token i, and beta the write strengths:
 
     A[i, j]      = beta_i sum_d k_i 2^(G(i) - G(j)) k_j    for j < i
@@ -8,9 +8,8 @@ G(i) their sum from the chunk's start through token i, and beta the write streng
     T            = (I + A)^-1 diag(beta)
     w = T (k 2^G),  u = T v,  q_in = q 2^G,  k_out = k 2^(G(last) - G),  decay = 2^G(last)
 
-Two blocks fit on a multiprocessor and fill each other's waits; inside a block, what the outputs
-need is computed beside the products of the inverse, which wait for each other. Everything goes in
-halves of 64 channels, which are tiles of their own.
+Three warpgroups, all that fit on a multiprocessor, form a block and do not know of each other; they
+fill each other's waits. Everything goes in halves of 64 channels, which are tiles of their own.
 
 Decays. Sums of g are products with matrices of zeros and ones on the tensor cores, on g rounded to
 float16 (scaled, so that small gates are not subnormal): every sum has the relative error of one
@@ -28,7 +27,6 @@ series, it fails for nearly parallel keys (KF-K03).
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,13 +52,12 @@ from pallas_kernels.kda.prefill_tiles import (
     union,
 )
 
-type Work = Callable[[], Sequence[Array]]
-
 SUB = 32  # tokens of a sub-block
 LOWEST_BOUND = -5.0  # of the log decays; SHIFT relies on it
 GATE_SCALE = 2.0**10  # of g in float16
 SHIFT = 112.0  # bits, about (SUB - 1) * 5 * log2(e) / 2
 EPS = 1e-6
+WARPGROUPS = 3  # of a block
 
 # Which tokens (columns) the sums of each row include.
 _I, _J = np.indices((CHUNK, CHUNK))
@@ -99,34 +96,36 @@ def prepare(
     """
     num_chunks, heads = count_Bn.shape[0], q_TND.shape[1]
     compiled = interpret is None
-    square, halves = (CHUNK, CHUNK), (2, CHUNK, CHUNK)
+    halves = (WARPGROUPS, 2, CHUNK, CHUNK)
+    work = (WARPGROUPS, 3, CHUNK, CHUNK)
 
     def out(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_chunks, heads, *shape), dtype)
 
-    def arriving() -> list[Any]:
-        return [landing(*halves), tiles(*halves)] if compiled else [tiles(*halves)]
+    def arriving(shape: tuple[int, ...]) -> list[Any]:
+        return [landing(*shape), tiles(*shape)] if compiled else [tiles(*shape)]
 
     scratch = {
-        "q_s": union(*arriving(), compiled=compiled),
-        "k_s": union(*arriving(), compiled=compiled),
-        "v_s": union(*arriving(), compiled=compiled),
-        "f_s": union(*arriving(), tiles(*halves, dtype=F16), compiled=compiled),  # then the gates
-        "within_s": tiles(*halves),  # right operands of the scores, then those of w, then w
-        "across_s": union(  # the same for tokens of another sub-block, operands of the inverse, u
-            tiles(*halves), tiles(*halves, dtype=F16), tiles(DIM, CHUNK), compiled=compiled
-        ),
-        "attend_s": union(  # ones, an operand of the inverse, then `attend`
-            tiles(*square),
-            tiles(*square, dtype=F16),
-            tiles(*_ALL.shape, dtype=F16),
+        "q_s": union(*arriving(halves), compiled=compiled),
+        "k_s": union(*arriving(halves), compiled=compiled),
+        # Inputs of the gates, the gates, then keys and w.
+        "f_s": union(*arriving(halves), tiles(*halves, dtype=F16), compiled=compiled),
+        # Right operands of the scores, those of the inverse, then `attend` and v, and u.
+        "work_s": union(
+            *arriving(work),
+            tiles(WARPGROUPS, 3 * CHUNK, CHUNK),
+            tiles(*work, dtype=F16),
             compiled=compiled,
         ),
-        "beta_s": plgpu.SMEM((CHUNK,), F32),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=5),
+        "all_s": tiles(WARPGROUPS, *_ALL.shape, dtype=F16),
+        "beta_s": plgpu.SMEM((WARPGROUPS, CHUNK), F32),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=5 * WARPGROUPS),
     }
     if not compiled:
-        scratch["park"] = (tiles(*square), tiles(*square, dtype=F16))
+        scratch["park"] = (
+            tiles(WARPGROUPS, CHUNK, CHUNK),
+            tiles(WARPGROUPS, CHUNK, CHUNK, dtype=F16),
+        )
     kernel = plgpu.kernel(
         functools.partial(_block, lower_bound=lower_bound, compiled=compiled),
         out_type=[
@@ -137,8 +136,10 @@ def prepare(
             out(CHUNK, CHUNK),
             out(DIM, dtype=F32),
         ],
-        grid=(num_chunks, heads),
-        grid_names=("chunk", "head"),
+        grid=(-(-num_chunks * heads // WARPGROUPS),),
+        grid_names=("block",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
         scratch_types=scratch,
         # A thread overwrites what it alone has read; everything else is behind `commit_smem`.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -151,17 +152,23 @@ def prepare(
 def _block(
     first_g, count_g, q_g, k_g, v_g, f_g, beta_g, rate_g, offset_g, sums_g, all_g,
     w_g, ut_g, k_out_g, q_in_g, attend_g, decay_g,
-    *, q_s, k_s, v_s, f_s, within_s, across_s, attend_s, beta_s, full,
-    lower_bound: float, compiled: bool, park=None,
+    *, q_s, k_s, f_s, work_s, all_s, beta_s, full, lower_bound: float, compiled: bool, park=None,
 ) -> None:  # fmt: skip
-    chunk, head = lax.axis_index("chunk"), lax.axis_index("head")
-    first, count = first_g[chunk], count_g[chunk]
+    warpgroup = lax.axis_index("warpgroup")
+    num_chunks, heads = decay_g.shape[:2]
+    unit = lax.axis_index("block") * WARPGROUPS + warpgroup
+    chunk, head = lax.div(unit, jnp.int32(heads)), lax.rem(unit, jnp.int32(heads))
+    safe = jnp.minimum(chunk, num_chunks - 1)
+    first, count = first_g[safe], jnp.where(chunk < num_chunks, count_g[safe], 0)
     # First what copies into, then what the threads and products see: the same bytes.
+    q_s, k_s, f_s, work_s = ([ref.at[warpgroup] for ref in refs] for refs in (q_s, k_s, f_s, work_s))
     *f_s, gates_s = f_s
-    arrivals = ((f_g, f_s[0]), (k_g, k_s[0]), (q_g, q_s[0]), (v_g, v_s[0]))
-    f_s, k_s, q_s, v_s = (refs[-1] for refs in (f_s, k_s, q_s, v_s))
-    across_s, operand_s, ut_s = across_s
-    attend_s, last_s, all_s = attend_s
+    *work_s, rows_s, inverse_s = work_s
+    lands = [f_s[0], k_s[0], q_s[0]]
+    v_land, v_s = (refs.at[pl.ds(1, 2)] for refs in (work_s[0], work_s[-1]))
+    q_s, k_s, f_s, work_s = (refs[-1] for refs in (q_s, k_s, f_s, work_s))
+    ut_s = rows_s.at[pl.ds(CHUNK, DIM)]
+    all_s, beta_s = all_s.at[warpgroup], beta_s.at[warpgroup]
 
     shape = (CHUNK, CHUNK)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
@@ -183,16 +190,13 @@ def _block(
         """A left operand: registers, or what the interpreter takes instead."""
         if compiled:
             return x
-        ref = park[0 if x.dtype == BF16 else 1]
+        ref = park[0 if x.dtype == BF16 else 1].at[warpgroup]
         ref[...] = x
         plgpu.commit_smem()
         return ref
 
-    def products(*sums: list[tuple[Any, Any]], meanwhile: Work | None = None) -> list[Array]:
-        """Sums of products of pairs, all at once; a pair is an array or a ref, and a ref.
-
-        What `meanwhile` returns follows the sums.
-        """
+    def products(*sums: list[tuple[Any, Any]]) -> list[Array]:
+        """Sums of products of pairs, all at once; a pair is an array or a ref, and a ref."""
 
         def run(*totals: Any) -> list[Array]:
             for total, pairs in zip(totals, sums, strict=True):
@@ -200,18 +204,19 @@ def _block(
                     plgpu.wgmma(total, left(a) if isinstance(a, jax.Array) else a, b)
                     if not compiled:
                         plgpu.wgmma_wait(0)
-            others = () if meanwhile is None else meanwhile()
             plgpu.wgmma_wait(0)
-            return [*(total[...] for total in totals), *others]
+            return [total[...] for total in totals]
 
         shapes = [(CHUNK, pairs[0][1].shape[1]) for pairs in sums]
         return pl.run_scoped(run, *(accumulator(*shape) for shape in shapes))
 
-    def gate_sums(which: int) -> list[list[tuple[Any, Any]]]:
-        included = plgpu.load(sums_g.at[which], layout=TILE, optimized=False)
-        return [[(included, gates_s.at[half])] for half in range(2)]
+    def included(which: int) -> Array:
+        return plgpu.load(sums_g.at[which], layout=TILE, optimized=False)
 
     per_bit = 1.0 / GATE_SCALE
+
+    def arrived(which: int) -> Any:
+        return full.at[warpgroup * 5 + which]
 
     def mask(ref: Any, fill: float) -> None:
         @pl.when(count < CHUNK)
@@ -221,12 +226,17 @@ def _block(
 
     @pl.when(count > 0)
     def _():
-        for i, (source, target) in enumerate(arrivals):
+        tokens = pl.ds(first, CHUNK)
+
+        def fetch(source: Any, land: Any, which: int) -> None:
             for half in range(2):
-                part = source.at[pl.ds(first, CHUNK), head, channels(half)]
-                plgpu.copy_gmem_to_smem(part, target.at[half], full.at[i])
-        plgpu.copy_gmem_to_smem(beta_g.at[chunk, head], beta_s, full.at[4])
-        plgpu.copy_gmem_to_smem(all_g, all_s, full.at[4])
+                part = source.at[tokens, head, channels(half)]
+                plgpu.copy_gmem_to_smem(part, land.at[half], arrived(which))
+
+        for which, (source, land) in enumerate(zip((f_g, k_g, q_g), lands, strict=True)):
+            fetch(source, land, which)
+        plgpu.copy_gmem_to_smem(beta_g.at[chunk, head], beta_s, arrived(4))
+        plgpu.copy_gmem_to_smem(all_g, all_s, arrived(4))
         rate = rate_g[head]
         offsets = [
             plgpu.load(offset_g.at[head, channels(half)], layout=COLUMN, optimized=False)
@@ -236,143 +246,129 @@ def _block(
 
         # Gates: 1 / x as 2^-log2(x), since a division takes long, and a sigmoid by tanh has no
         # relative accuracy for small values.
-        plgpu.barrier_wait(full.at[0])
+        plgpu.barrier_wait(arrived(0))
         mask(f_s, -jnp.inf)
         scale = lower_bound * math.log2(math.e) * GATE_SCALE
         for half in range(2):
             x = jnp.exp2(load(f_s.at[half]) * rate + columns(offsets[half]))
-            gates_s[half] = (jnp.exp2(-jnp.log2(1.0 + x)) * scale).astype(F16)
+            gates_s[half] = (jnp.exp2(-_log2(1.0 + x)) * scale).astype(F16)
         plgpu.commit_smem()
+
+        plgpu.barrier_wait(arrived(1))
+        plgpu.barrier_wait(arrived(2))
+        mask(k_s, 0.0)
+        mask(q_s, 0.0)
 
         def squares(ref: Any) -> Array:
             parts = [load(ref.at[half]) for half in range(2)]
             return jnp.sum(parts[0] * parts[0] + parts[1] * parts[1], axis=1) + EPS
 
-        for i in (1, 2, 4):
-            plgpu.barrier_wait(full.at[i])
-        mask(k_s, 0.0)
-        mask(q_s, 0.0)
-        within = products(*gate_sums(0))
         q_norm, k_squares = lax.rsqrt(squares(q_s)) * DIM**-0.5, squares(k_s)
-        k_norm, k_bits = lax.rsqrt(k_squares), rows(jnp.log2(k_squares) * -0.5)
+        k_norm, k_bits = lax.rsqrt(k_squares), rows(_log2(k_squares) * -0.5)
 
-        def operands_within() -> list[Array]:
-            operands = []
-            for half in range(2):
-                growth, keys = jnp.exp2(within[half] * per_bit + SHIFT), load(k_s.at[half])
-                operands.append((load(q_s.at[half]) * growth).astype(BF16))
-                operands.append((keys * growth).astype(BF16))
-                keys = keys * jnp.exp2(within[half] * -per_bit + (k_bits - SHIFT))
-                within_s[half] = keys.astype(BF16)
-            return operands
-
-        # The last two sums are over all tokens, and the same in all 8 columns.
-        everything = ([(gates_s.at[half].T, all_s.T)] for half in range(2))
-        *to_middle, all_0, all_1, q_0, k_0, q_1, k_1 = products(
-            *gate_sums(1), *everything, meanwhile=operands_within
-        )
+        # Only the upper halves of these tiles count: each half's lower one is overwritten.
+        to_middle = included(1)
         for half in range(2):
-            keys = load(k_s.at[half]) * jnp.exp2(to_middle[half] * per_bit + k_bits)
-            across_s[half] = keys.astype(BF16)
-            total = jnp.max((all_0, all_1)[half], axis=1)
-            decay_g[chunk, head, channels(half)] = jnp.exp2(total * per_bit)
+            (total,) = products([(to_middle, gates_s.at[half])])
+            keys = load(k_s.at[half]) * jnp.exp2(total * per_bit + k_bits)
+            rows_s[pl.ds(half * SUB, CHUNK)] = keys.astype(BF16)
+            plgpu.commit_smem()
+        within = included(0)
+        q_left, k_left = [], []
+        for half in range(2):
+            (total,) = products([(within, gates_s.at[half])])
+            growth, keys = jnp.exp2(total * per_bit + SHIFT), load(k_s.at[half])
+            q_left.append((load(q_s.at[half]) * growth).astype(BF16))
+            k_left.append((keys * growth).astype(BF16))
+            keys = keys * jnp.exp2(total * -per_bit + (k_bits - SHIFT))
+            rows_s[pl.ds((half + 1) * CHUNK, CHUNK)] = keys.astype(BF16)
         plgpu.commit_smem()
 
         crosses = (row >= SUB) & (column < SUB)
 
-        def scores(inside: Array, between: Array, scale: Array) -> Array:
+        def scores(operands: list[Array], scale: Array) -> Array:
+            inside, between = products(
+                [(x, rows_s.at[pl.ds((half + 1) * CHUNK, CHUNK)].T)
+                 for half, x in enumerate(operands)],
+                [(x, rows_s.at[pl.ds(half * SUB, CHUNK)].T) for half, x in enumerate(operands)],
+            )  # fmt: skip
             return jnp.where(crosses, between * 2.0**-SHIFT, inside) * rows(scale)
 
-        q_inside, q_between, k_inside, k_between = products(
-            *([(x, ref.at[half].T) for half, x in enumerate(operands)]
-              for operands in ((q_0, q_1), (k_0, k_1)) for ref in (within_s, across_s))
-        )  # fmt: skip
-        lower = jnp.where(column < row, scores(k_inside, k_between, beta * k_norm), 0.0)
-        attend = jnp.where(column <= row, scores(q_inside, q_between, q_norm), 0.0).astype(BF16)
+        attend = jnp.where(column <= row, scores(q_left, q_norm), 0.0).astype(BF16)
+        lower = jnp.where(column < row, scores(k_left, beta * k_norm), 0.0)
         plgpu.commit_smem()  # all have read the right operands
 
         # (I + A)^-1. Products with all of A are masked, instead of parts of A.
         def same(bits: int) -> Array:
             return (row >> bits) == (column >> bits)
 
-        a_s, odd_s, even_s = operand_s.at[0], operand_s.at[1], last_s
+        a_s = inverse_s.at[0]
         a_s[...] = lower.astype(F16)
         plgpu.commit_smem()
         blocks = jnp.where(same(3), lower, 0.0)
-        power, *from_start = products([(blocks.astype(F16), a_s)], *gate_sums(2))
-
-        def outputs_from_start(half: int) -> Work:
-            def run() -> tuple[()]:
-                growth = jnp.exp2(from_start[half] * per_bit)
-                q_s[half] = (load(q_s.at[half]) * growth * rows(q_norm)).astype(BF16)
-                within_s[half] = (load(k_s.at[half]) * growth * rows(k_norm)).astype(BF16)
-                return ()
-
-            return run
-
+        (power,) = products([(blocks.astype(F16), a_s)])
         power = jnp.where(same(3), power, 0.0).astype(F16)
-        odd_s[...] = power
+        inverse_s[1] = power
         plgpu.commit_smem()
         x = jnp.where(row == column, 1.0, 0.0) - blocks
-        step, power = products(
-            [(x.astype(F16), odd_s)], [(power, odd_s)], meanwhile=outputs_from_start(0)
-        )
+        step, power = products([(x.astype(F16), inverse_s.at[1])], [(power, inverse_s.at[1])])
         x = x + step
-        even_s[...] = power.astype(F16)
+        inverse_s[2] = power.astype(F16)
         plgpu.commit_smem()
-        (step,) = products([(x.astype(F16), even_s)], meanwhile=outputs_from_start(1))
+        (step,) = products([(x.astype(F16), inverse_s.at[2])])
         x = x + step
-
-        def merge(x: Array, bits: int, x_s: Any, more: Any, meanwhile: Any) -> tuple[Array, Any]:
+        for i, bits in enumerate((4, 5, 6)):
+            x_s = inverse_s.at[1 + i % 2]
             operand = x.astype(F16)
             x_s[...] = operand
             plgpu.commit_smem()
-            step, *sums = products([(operand, a_s)], *more, meanwhile=meanwhile[0])
+            (step,) = products([(operand, a_s)])
             step = jnp.where(same(bits), jnp.where(same(bits - 1), 0.0, step), 0.0)
-            (step,) = products([(step.astype(F16), x_s)], meanwhile=meanwhile[1])
-            return x - step, sums
+            (step,) = products([(step.astype(F16), x_s)])
+            x = x - step
 
-        def copy_out(ref: Any, target: Any) -> Work:
-            def run() -> tuple[()]:
-                for half in range(2):
-                    part = target.at[chunk, head, :, channels(half)]
-                    plgpu.copy_smem_to_gmem(ref.at[half], part)
-                return ()
-
-            return run
-
-        def outputs_to_end(half: int) -> Work:
-            def run() -> tuple[()]:
-                decay = jnp.exp2(to_end[half] * per_bit + k_bits)
-                k_s[half] = (load(k_s.at[half]) * decay).astype(BF16)
-                return ()
-
-            return run
-
-        x, to_end = merge(x, 4, odd_s, gate_sums(3), (copy_out(q_s, q_in_g), None))
-        x, _ = merge(x, 5, even_s, (), (outputs_to_end(0), outputs_to_end(1)))
-        x, _ = merge(x, 6, odd_s, (), (copy_out(k_s, k_out_g), None))
-
+        plgpu.barrier_wait(arrived(4))
         x = x * columns(plgpu.load(beta_s, layout=COLUMN, optimized=False))
         x = x.astype(BF16)
-        plgpu.barrier_wait(full.at[3])
+        plgpu.commit_smem()  # all have read the operands of the inverse
+        fetch(v_g, v_land, 3)
+        work_s[0] = attend
+
+        from_start, to_end = included(2), included(3)
+        for half in range(2):
+            # The last sum is the same in all 8 columns.
+            started, ending, total = products(
+                [(from_start, gates_s.at[half])],
+                [(to_end, gates_s.at[half])],
+                [(gates_s.at[half].T, all_s.T)],
+            )
+            decay_g[chunk, head, channels(half)] = jnp.exp2(jnp.max(total, axis=1) * per_bit)
+            started, keys = jnp.exp2(started * per_bit), load(k_s.at[half])
+            q_s[half] = (load(q_s.at[half]) * started * rows(q_norm)).astype(BF16)
+            k_s[half] = (keys * jnp.exp2(ending * per_bit + k_bits)).astype(BF16)
+            plgpu.commit_smem()  # all have read the gates
+            f_s[half] = (keys * started * rows(k_norm)).astype(BF16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(work_s.at[0], attend_g.at[chunk, head])
+        for ref, target in ((q_s, q_in_g), (k_s, k_out_g)):
+            for half in range(2):
+                plgpu.copy_smem_to_gmem(ref.at[half], target.at[chunk, head, :, channels(half)])
+
+        plgpu.barrier_wait(arrived(3))
         mask(v_s, 0.0)
         plgpu.commit_smem()
-
-        def store_attend() -> tuple[()]:
-            attend_s[...] = attend
-            return ()
-
-        w_and_u = products(
-            *([(x, ref.at[half])] for ref in (within_s, v_s) for half in range(2)),
-            meanwhile=store_attend,
-        )
-        plgpu.commit_smem()  # all have read their operands
-        plgpu.copy_smem_to_gmem(attend_s, attend_g.at[chunk, head])
+        w = [part.astype(BF16) for part in products(*([(x, f_s.at[half])] for half in range(2)))]
+        u = [part.astype(BF16) for part in products(*([(x, v_s.at[half])] for half in range(2)))]
+        plgpu.commit_smem()  # all have read keys and values
         for half in range(2):
-            within_s[half] = w_and_u[half].astype(BF16)
-            ut_s.at[channels(half)].T[...] = w_and_u[2 + half].astype(BF16)
+            f_s[half] = w[half]
+            ut_s.at[channels(half)].T[...] = u[half]
         plgpu.commit_smem()
-        copy_out(within_s, w_g)()
+        for half in range(2):
+            plgpu.copy_smem_to_gmem(f_s.at[half], w_g.at[chunk, head, :, channels(half)])
         plgpu.copy_smem_to_gmem(ut_s, ut_g.at[chunk, head])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _log2(x: Array) -> Array:
+    return jnp.log2(x)

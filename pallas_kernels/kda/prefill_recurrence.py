@@ -6,12 +6,12 @@ chunks of a row. Everything is transposed, so that what is in registers is the l
     v'^T = u^T - S w^T
     S   <- S diag(decay) + v'^T k_out
 
-Another warpgroup makes the outputs from bfloat16 copies of S and v' in shared memory, beside that
-chain,
+A second warpgroup makes the outputs from bfloat16 copies of S and v' in shared memory, beside that
+chain:
 
     o^T  = S q_in^T + v'^T attend^T
 
-and fills a ring with what `prefill_prepare` made.
+and a third fills a ring with what `prefill_prepare` made.
 """
 
 import functools
@@ -85,7 +85,7 @@ def recur(
         ],
         grid=(num_rows + 1, heads, DIM // (ROWS * warpgroups)),
         grid_names=("row", "head", "part"),
-        num_threads=warpgroups + 1,
+        num_threads=warpgroups + 2,
         thread_name="warpgroup",
         scratch_types={
             "w_s": ring(CHUNK, DIM),
@@ -103,7 +103,7 @@ def recur(
             if compiled
             else (tiles(*square),),
             "full": plgpu.Barrier(num_arrivals=6, num_barriers=stages),
-            "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
             "ready": plgpu.Barrier(num_arrivals=warpgroups),
             "taken": plgpu.Barrier(),
         },
@@ -141,23 +141,35 @@ def _block(
     def slot_of(i: Array) -> Array:
         return lax.rem(i, jnp.int32(stages))
 
-    @pl.when(warpgroup == warpgroups)
-    def _outputs():
-        def fetch(i: Array) -> None:
+    @pl.when(warpgroup == warpgroups + 1)
+    def _load():
+        plgpu.set_max_registers(40, action="decrease")
+        shared = ((w_g, w_s), (k_out_g, k_out_s), (q_in_g, q_in_s), (attend_g, attend_s))
+
+        @pl.loop(0, num_chunks)
+        def _(i):
             slot, block = slot_of(i), first_block + i
-            shared = ((w_g, w_s), (k_out_g, k_out_s), (q_in_g, q_in_s), (attend_g, attend_s))
+
+            @pl.when(i >= stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
             for ref, target in (*shared, (decay_g, decay_s)):
                 plgpu.copy_gmem_to_smem(ref.at[block, head], target.at[slot], full.at[slot])
             ut = ut_g.at[block, head, values]
             plgpu.copy_gmem_to_smem(ut, ut_s.at[slot], full.at[slot])
 
+        @pl.loop(jnp.maximum(num_chunks - stages, 0), num_chunks)
+        def _(i):
+            plgpu.barrier_wait(empty.at[slot_of(i)])
+
+    @pl.when(warpgroup == warpgroups)
+    def _outputs():
+        plgpu.set_max_registers(104, action="decrease")
+
         def store(tokens: pl.Slice) -> None:
             for i in range(warpgroups):
                 plgpu.copy_smem_to_gmem(leave_s.at[i], o_g.at[tokens, head, value_rows(i)])
-
-        @pl.loop(0, jnp.minimum(num_chunks, stages))
-        def _(i):
-            fetch(i)
 
         @pl.loop(0, num_chunks)
         def _(i):
@@ -175,14 +187,8 @@ def _block(
                 pl.run_scoped(functools.partial(product, which), accumulator(ROWS, CHUNK))
                 for which in range(warpgroups)
             ]
-            plgpu.commit_smem()  # all have read the slot
             plgpu.barrier_arrive(taken)
-            plgpu.barrier_wait(empty.at[slot])
-
-            @pl.when(i + stages < num_chunks)
-            def _():
-                fetch(i + stages)
-
+            plgpu.barrier_arrive(empty.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for which, ot in enumerate(outputs):
                 o_s.at[which].T[...] = ot
@@ -220,6 +226,7 @@ def _block(
 
     @pl.when((warpgroup < warpgroups) & is_row)
     def _states():
+        plgpu.set_max_registers(232 if warpgroups == 1 else 176, action="increase")
         export = export_g[row]
         mine, own = value_rows(warpgroup), pl.ds(warpgroup * ROWS, ROWS)
 

@@ -24,6 +24,7 @@ from serving.setup import EMBEDDED_NAME
 from serving.tokenizer import TokenizerError
 from sharding.axes import ParallelConfig
 from tests.fakes import fake_geometry
+from tests.unit.test_draft_config import SMALL_MLA
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "data" / "k3-tiny"
@@ -134,6 +135,31 @@ def test_mesh_options_reach_the_model():
     )
 
 
+def test_speculation_options_reach_the_steps(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(draft_of_golden()))
+    arguments = ["--model", str(MODEL), "--speculate=dspark", f"--draft={tmp_path}"]
+    setup = cli.prepare(parse_options(arguments))
+    assert setup.engine.num_drafts == 5
+    assert cli.prepare(parse_options([*arguments, "--num-drafts=2"])).engine.num_drafts == 2
+    with pytest.raises(ConfigError, match="too large: got 6; expected at most the 5 of the draft"):
+        cli.prepare(parse_options([*arguments, "--num-drafts=6"]))
+    setup = cli.prepare(parse_options([*arguments[:2], "--speculate=ngram"]))
+    assert setup.engine.num_drafts == 4
+
+
+def draft_of_golden() -> dict[str, Any]:
+    """A draft's `config.json` that fits the golden model."""
+    text = json.loads((MODEL / "config.json").read_text())["text_config"]
+    return SMALL_MLA | {
+        "hidden_size": text["hidden_size"],
+        "target_hidden_size": text["hidden_size"],
+        "vocab_size": text["vocab_size"],
+        "draft_vocab_size": text["vocab_size"],
+        "mask_token_id": text["vocab_size"] - 1,
+        "block_size": 5,
+    }
+
+
 def test_kernel_options_reach_the_steps():
     arguments = ["--model", str(MODEL), "--kernels=xla", "--pdl=on"]
     setup = cli.prepare(parse_options(arguments))
@@ -160,6 +186,9 @@ def test_prepare_generates_the_embedded_model_with_its_tokenizer(tmp_path: Path)
         (["--mesh", "tp3"], "does not divide over the mesh"),
         (["--max-context", "1000000"], "max_context_tokens is beyond the model: got 1000000"),
         (["--max-rows", "2", "--max-prefill-rows", "3"], "max_prefill_rows is too large: got 3"),
+        (["--speculate", "dspark"], "--speculate and --draft do not fit: got dspark and None"),
+        (["--draft", "x"], "--speculate and --draft do not fit: got off and x"),
+        (["--speculate", "dspark", "--draft", "x"], "config.json cannot be read"),
     ],
 )
 def test_configuration_that_does_not_fit_is_refused(arguments: list[str], message: str):
