@@ -101,6 +101,7 @@ def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = Non
         vocab_size=setup.model.vocab_size,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
+        draft_cost=options.draft_cost,
         drafter="ngram" if options.speculate == "ngram" else "device",
     )
     table = empty_table(loaded.geometry, num_pages, setup.policy)

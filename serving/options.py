@@ -66,6 +66,7 @@ class Options:
     speculate: Speculate
     draft: Path | None
     num_drafts: int | None
+    draft_cost: float
     max_waiting: int
     max_waiting_tokens: int | None
     output_buffer: int
@@ -319,6 +320,15 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="proposed tokens of a request and step, at most (default: the draft model's, or "
         f"{DEFAULT_NGRAM_DRAFTS} of ngram)",
+    )
+    group.add_argument(
+        "--draft-cost",
+        type=number(float, at_least=0),
+        default=0.1,
+        metavar="C",
+        help="how much longer a step takes with each draft, as a share of a step without. Requests "
+        "whose drafts do not pay for that get fewer or none; 0 always tries all "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--max-waiting",

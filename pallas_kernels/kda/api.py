@@ -32,6 +32,7 @@ KDA_PREFILL = Op(
         "xla": xla.kda_prefill,
         "mosaic": mosaic_prefill.kda_prefill,
     },
+    unproven={"mosaic": mosaic_prefill.unproven},
 )
 KDA_DECODE = Op(
     name="kda_decode", implementations={"reference": reference.kda_decode, "xla": xla.kda_decode}

@@ -79,13 +79,13 @@ def copy_page_in(
 ) -> None:
     """Ask for this block's window and state of a page."""
     head = lax.axis_index("head")
+    for entry in range(WINDOW):
+        old = page_g.at[window_row(entry, heads, head)]
+        plgpu.copy_gmem_to_smem(old, window_s.at[pl.ds(entry, 1)], window_full)
     for half in range(2):
         for plane in range(2):
             old = page_g.at[state_rows(half, plane, heads, head)]
             plgpu.copy_gmem_to_smem(old, state_s.at[half, plane], half_full.at[half])
-    for entry in range(WINDOW):
-        old = page_g.at[window_row(entry, heads, head)]
-        plgpu.copy_gmem_to_smem(old, window_s.at[pl.ds(entry, 1)], window_full)
 
 
 def copy_window_out(window_s: Any, first: Any, page_g: Any, heads: int) -> None:

@@ -60,6 +60,11 @@ def kda_prefill(
     )  # fmt: skip
 
 
+def unproven(*_args: object, **_kwargs: object) -> str:
+    """Why the automatic choice passes these kernels over, for arguments that they would take."""
+    return "not yet compared with xla on a GPU"
+
+
 # Jitted, so that a program of many layers lowers and compiles the kernels once.
 @functools.partial(jax.jit, static_argnames=("lower_bound", "interpret"))
 def launch(
@@ -86,13 +91,16 @@ def launch(
         beta_BnNTb = jnp.moveaxis(to_blocks(sigmoid_f32(b_TN), blocks), 1, 2)
         beta_BnNTb = jnp.where(blocks.mask_BnTb[:, None], beta_BnNTb, 0.0)
         rate_N = -math.log2(math.e) * jnp.exp(A_log_N)
-        wide = [q_TND, k_TND, v_TND, f_TND]
         if num_tokens < CHUNK:  # a copy takes whole chunks, and only clips those at the end
-            wide = [jnp.pad(x, ((0, CHUNK - num_tokens), (0, 0), (0, 0))) for x in wide]
-        prepared = prepare(
+            missing = ((0, CHUNK - num_tokens), (0, 0), (0, 0))
+            q_TND, k_TND, v_TND, f_TND = (jnp.pad(x, missing) for x in (q_TND, k_TND, v_TND, f_TND))
+        w, ut, k_out, q_in, attend, decay = prepare(
             blocks.token_BnTb[:, 0],
             count_Bn,
-            *wide,
+            q_TND,
+            k_TND,
+            v_TND,
+            f_TND,
             beta_BnNTb,
             rate_N,
             rate_N[:, None] * dt_bias_ND,
@@ -106,7 +114,12 @@ def launch(
         # Few rows: more blocks of threads, a deep ring. Many: two halves of a head share loads.
         is_small = 2 * num_rows * heads <= _MULTIPROCESSORS
         o_TND, new, exported = recur(
-            *prepared,
+            w,
+            ut,
+            k_out,
+            q_in,
+            attend,
+            decay,
             state_SNDvDk,
             row_offsets,
             first_block_S,

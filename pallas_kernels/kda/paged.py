@@ -26,6 +26,7 @@ KDA_DECODE_PAGED = Op(
         "mosaic": mosaic_decode.kda_decode_paged,
         "triton": triton_decode.kda_decode_paged,
     },
+    unproven={"triton": triton_decode.unproven},
 )
 
 

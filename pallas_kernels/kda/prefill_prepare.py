@@ -19,10 +19,6 @@ the largest possible exponent, 31 * 5 * log2(e), goes to either side, so that no
 and queries must be smaller than 2^15. Across the two sub-blocks they meet at token 32, where
 neither grows. Entries above the diagonal may overflow; they are masked by selection. No sum sees a
 gate behind the row that uses it (KF-K01).
-
-Inverse. Neumann series of the 8 x 8 diagonal blocks, then merges of neighbours to 16, 32 and 64,
-X <- X - X A X restricted to the blocks between them, with float16 operands: in bfloat16, or as one
-series, it fails for nearly parallel keys (KF-K03).
 """
 
 import functools
@@ -37,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
+from pallas_kernels.kda.prefill_inverse import unit_lower_inverse
 from pallas_kernels.kda.prefill_tiles import (
     BF16,
     CHUNK,
@@ -46,8 +43,8 @@ from pallas_kernels.kda.prefill_tiles import (
     F32,
     ROW,
     TILE,
-    accumulator,
-    landing,
+    movable,
+    multiply,
     tiles,
     union,
 )
@@ -102,17 +99,16 @@ def prepare(
     def out(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_chunks, heads, *shape), dtype)
 
-    def arriving(shape: tuple[int, ...]) -> list[Any]:
-        return [landing(*shape), tiles(*shape)] if compiled else [tiles(*shape)]
-
     scratch = {
-        "q_s": union(*arriving(halves), compiled=compiled),
-        "k_s": union(*arriving(halves), compiled=compiled),
+        "q_s": union(*movable(*halves, compiled=compiled), compiled=compiled),
+        "k_s": union(*movable(*halves, compiled=compiled), compiled=compiled),
         # Inputs of the gates, the gates, then keys and w.
-        "f_s": union(*arriving(halves), tiles(*halves, dtype=F16), compiled=compiled),
+        "f_s": union(
+            *movable(*halves, compiled=compiled), tiles(*halves, dtype=F16), compiled=compiled
+        ),
         # Right operands of the scores, those of the inverse, then `attend` and v, and u.
         "work_s": union(
-            *arriving(work),
+            *movable(*work, compiled=compiled),
             tiles(WARPGROUPS, 3 * CHUNK, CHUNK),
             tiles(*work, dtype=F16),
             compiled=compiled,
@@ -127,7 +123,7 @@ def prepare(
             tiles(WARPGROUPS, CHUNK, CHUNK, dtype=F16),
         )
     kernel = plgpu.kernel(
-        functools.partial(_block, lower_bound=lower_bound, compiled=compiled),
+        functools.partial(_block, lower_bound=lower_bound),
         out_type=[
             out(CHUNK, DIM),
             out(DIM, CHUNK),
@@ -152,7 +148,7 @@ def prepare(
 def _block(
     first_g, count_g, q_g, k_g, v_g, f_g, beta_g, rate_g, offset_g, sums_g, all_g,
     w_g, ut_g, k_out_g, q_in_g, attend_g, decay_g,
-    *, q_s, k_s, f_s, work_s, all_s, beta_s, full, lower_bound: float, compiled: bool, park=None,
+    *, q_s, k_s, f_s, work_s, all_s, beta_s, full, lower_bound: float, park: Any = None,
 ) -> None:  # fmt: skip
     warpgroup = lax.axis_index("warpgroup")
     num_chunks, heads = decay_g.shape[:2]
@@ -161,7 +157,9 @@ def _block(
     safe = jnp.minimum(chunk, num_chunks - 1)
     first, count = first_g[safe], jnp.where(chunk < num_chunks, count_g[safe], 0)
     # First what copies into, then what the threads and products see: the same bytes.
-    q_s, k_s, f_s, work_s = ([ref.at[warpgroup] for ref in refs] for refs in (q_s, k_s, f_s, work_s))
+    q_s, k_s, f_s, work_s = (
+        [ref.at[warpgroup] for ref in refs] for refs in (q_s, k_s, f_s, work_s)
+    )
     *f_s, gates_s = f_s
     *work_s, rows_s, inverse_s = work_s
     lands = [f_s[0], k_s[0], q_s[0]]
@@ -186,29 +184,9 @@ def _block(
     def channels(half: int) -> pl.Slice:
         return pl.ds(half * CHUNK, CHUNK)
 
-    def left(x: Array) -> Any:
-        """A left operand: registers, or what the interpreter takes instead."""
-        if compiled:
-            return x
-        ref = park[0 if x.dtype == BF16 else 1].at[warpgroup]
-        ref[...] = x
-        plgpu.commit_smem()
-        return ref
-
-    def products(*sums: list[tuple[Any, Any]]) -> list[Array]:
-        """Sums of products of pairs, all at once; a pair is an array or a ref, and a ref."""
-
-        def run(*totals: Any) -> list[Array]:
-            for total, pairs in zip(totals, sums, strict=True):
-                for a, b in pairs:
-                    plgpu.wgmma(total, left(a) if isinstance(a, jax.Array) else a, b)
-                    if not compiled:
-                        plgpu.wgmma_wait(0)
-            plgpu.wgmma_wait(0)
-            return [total[...] for total in totals]
-
-        shapes = [(CHUNK, pairs[0][1].shape[1]) for pairs in sums]
-        return pl.run_scoped(run, *(accumulator(*shape) for shape in shapes))
+    if park is not None:
+        park = [ref.at[warpgroup] for ref in park]
+    products = functools.partial(multiply, park=park)
 
     def included(which: int) -> Array:
         return plgpu.load(sums_g.at[which], layout=TILE, optimized=False)
@@ -251,7 +229,7 @@ def _block(
         scale = lower_bound * math.log2(math.e) * GATE_SCALE
         for half in range(2):
             x = jnp.exp2(load(f_s.at[half]) * rate + columns(offsets[half]))
-            gates_s[half] = (jnp.exp2(-_log2(1.0 + x)) * scale).astype(F16)
+            gates_s[half] = (jnp.exp2(-jnp.log2(1.0 + x)) * scale).astype(F16)
         plgpu.commit_smem()
 
         plgpu.barrier_wait(arrived(1))
@@ -264,7 +242,7 @@ def _block(
             return jnp.sum(parts[0] * parts[0] + parts[1] * parts[1], axis=1) + EPS
 
         q_norm, k_squares = lax.rsqrt(squares(q_s)) * DIM**-0.5, squares(k_s)
-        k_norm, k_bits = lax.rsqrt(k_squares), rows(_log2(k_squares) * -0.5)
+        k_norm, k_bits = lax.rsqrt(k_squares), rows(jnp.log2(k_squares) * -0.5)
 
         # Only the upper halves of these tiles count: each half's lower one is overwritten.
         to_middle = included(1)
@@ -298,35 +276,7 @@ def _block(
         lower = jnp.where(column < row, scores(k_left, beta * k_norm), 0.0)
         plgpu.commit_smem()  # all have read the right operands
 
-        # (I + A)^-1. Products with all of A are masked, instead of parts of A.
-        def same(bits: int) -> Array:
-            return (row >> bits) == (column >> bits)
-
-        a_s = inverse_s.at[0]
-        a_s[...] = lower.astype(F16)
-        plgpu.commit_smem()
-        blocks = jnp.where(same(3), lower, 0.0)
-        (power,) = products([(blocks.astype(F16), a_s)])
-        power = jnp.where(same(3), power, 0.0).astype(F16)
-        inverse_s[1] = power
-        plgpu.commit_smem()
-        x = jnp.where(row == column, 1.0, 0.0) - blocks
-        step, power = products([(x.astype(F16), inverse_s.at[1])], [(power, inverse_s.at[1])])
-        x = x + step
-        inverse_s[2] = power.astype(F16)
-        plgpu.commit_smem()
-        (step,) = products([(x.astype(F16), inverse_s.at[2])])
-        x = x + step
-        for i, bits in enumerate((4, 5, 6)):
-            x_s = inverse_s.at[1 + i % 2]
-            operand = x.astype(F16)
-            x_s[...] = operand
-            plgpu.commit_smem()
-            (step,) = products([(operand, a_s)])
-            step = jnp.where(same(bits), jnp.where(same(bits - 1), 0.0, step), 0.0)
-            (step,) = products([(step.astype(F16), x_s)])
-            x = x - step
-
+        x = unit_lower_inverse(lower, inverse_s, products)
         plgpu.barrier_wait(arrived(4))
         x = x * columns(plgpu.load(beta_s, layout=COLUMN, optimized=False))
         x = x.astype(BF16)
@@ -368,7 +318,3 @@ def _block(
             plgpu.copy_smem_to_gmem(f_s.at[half], w_g.at[chunk, head, :, channels(half)])
         plgpu.copy_smem_to_gmem(ut_s, ut_g.at[chunk, head])
         plgpu.wait_smem_to_gmem(0)
-
-
-def _log2(x: Array) -> Array:
-    return jnp.log2(x)

@@ -32,7 +32,7 @@ from pallas_kernels.kda.prefill_tiles import (
     F32,
     TILE,
     accumulator,
-    landing,
+    movable,
     tiles,
     union,
 )
@@ -99,9 +99,7 @@ def recur(
                 tiles(warpgroups, ROWS, DIM), plgpu.SMEM(square, BF16), compiled=compiled
             ),
             "values_s": tiles(warpgroups, ROWS, CHUNK),
-            "o_s": union(landing(*square), tiles(*square), compiled=True)
-            if compiled
-            else (tiles(*square),),
+            "o_s": union(*movable(*square, compiled=compiled), compiled=compiled),
             "full": plgpu.Barrier(num_arrivals=6, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
             "ready": plgpu.Barrier(num_arrivals=warpgroups),

@@ -114,6 +114,7 @@ def attend(
             "q_s": q_s,
             "weight_s": _tiles(width, TILE),
             "factor_s": plgpu.SMEM((width,), F32),
+            "stats_s": plgpu.SMEM((2, width), F32),
             "q_full": plgpu.Barrier(num_arrivals=ENTRY // CHUNK),
             "value_full": plgpu.Barrier(num_barriers=2 * RING),
             "rest_full": plgpu.Barrier(num_barriers=RING),
@@ -158,8 +159,9 @@ class _Cursor(NamedTuple):
 
 def _block(
     num_parts_g, work_g, first_page_g, pages_g, q_g, pool_g, z_g, stats_g,
-    *, kv_s, q_s, weight_s, factor_s, q_full, value_full, rest_full, weight_full, weight_empty,
-    heads: int, groups: int, width: int, page_tokens: int, factor: float, compiled: bool, pdl: bool,
+    *, kv_s, q_s, weight_s, factor_s, stats_s, q_full, value_full, rest_full, weight_full,
+    weight_empty, heads: int, groups: int, width: int, page_tokens: int, factor: float,
+    compiled: bool, pdl: bool,
 ) -> None:  # fmt: skip
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     launch_order.wait(pdl)
@@ -188,9 +190,7 @@ def _block(
         is_last = (at.tile + 1) * TILE >= at.slots
         part = at.part + num_blocks
         after = work_of(part + num_blocks)
-        moved = _Cursor(
-            part, jnp.int32(0), at.next_row, at.next_first, at.next_slots, *after
-        )
+        moved = _Cursor(part, jnp.int32(0), at.next_row, at.next_first, at.next_slots, *after)
         stayed = at._replace(tile=at.tile + 1)
         return _Cursor(*(jnp.where(is_last, a, b) for a, b in zip(moved, stayed, strict=True)))
 
@@ -266,14 +266,6 @@ def _block(
 
                 scores = pl.run_scoped(products, plgpu.ACC(shape, F32))  # pyright: ignore[reportPrivateImportUsage]
 
-                @pl.when(ahead.part < num_parts)
-                def _() -> None:
-                    copy_rest(ahead, next_page, slot)
-
-                @pl.when((tile == num_tiles - 1) & (part + num_blocks < num_parts))
-                def _() -> None:
-                    copy_queries(part + num_blocks)
-
                 place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=REGISTERS)
                 scores = jnp.where(place < slots - tile * TILE, scores * factor, -jnp.inf)
                 new_peak = jnp.maximum(peak, jnp.max(scores, axis=0))
@@ -285,10 +277,19 @@ def _block(
                 def _() -> None:
                     plgpu.barrier_wait(weight_empty)
 
-                _store(weight_s.T, weights.astype(BF16))
+                weight_s.T[...] = weights.astype(BF16)
                 factor_s[...] = keep
-                plgpu.commit_smem()
+                plgpu.commit_smem()  # and all warps have read the keys and the queries
                 plgpu.barrier_arrive(weight_full)
+
+                @pl.when(ahead.part < num_parts)
+                def _() -> None:
+                    copy_rest(ahead, next_page, slot)
+
+                @pl.when((tile == num_tiles - 1) & (part + num_blocks < num_parts))
+                def _() -> None:
+                    copy_queries(part + num_blocks)
+
                 return new_peak, total, step + 1, advance(ahead)
 
             # Finite, so that peak - new_peak is never inf - inf.
@@ -296,13 +297,17 @@ def _block(
             nothing = plgpu.layout_cast(jnp.zeros((width,), F32), COLUMN)
             peak, total, *carry = lax.fori_loop(0, num_tiles, one_tile, (lowest, nothing, *carry))
             group = lax.rem(part, jnp.int32(groups))
-            own = pl.ds(group * width, width)
-            _store(stats_g.at[row, 0, split, own], peak)
-            _store(stats_g.at[row, 1, split, own], total)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the part before
+            stats_s[0] = peak
+            stats_s[1] = total
+            plgpu.commit_smem()
+            target = stats_g.at[row, :, split, pl.ds(group * width, width)]
+            plgpu.copy_smem_to_gmem(stats_s, target)
             return tuple(carry)
 
         for_each_part(one_part, (jnp.int32(0), start))
         plgpu.barrier_wait(weight_empty)
+        plgpu.wait_smem_to_gmem(0)
 
     def add_values() -> None:
         half = warpgroup - 1
@@ -341,7 +346,7 @@ def _block(
             group = lax.rem(part, jnp.int32(groups))
             target = z_g.at[row, split, pl.ds(group * width, width), pl.ds(half * HALF, HALF)]
             z = plgpu.layout_cast(z, plgpu.Layout.WGMMA_TRANSPOSED)
-            _store(target.T, z)
+            target.T[...] = z
             return tuple(carry)
 
         for_each_part(one_part, (jnp.int32(0), start))
@@ -380,10 +385,3 @@ def _add_product(total: Array, left: Any, right: Any, *, compiled: bool) -> Arra
         plgpu.wgmma(sums, left, right)
 
     return pl.run_state(add)(plgpu.ACC.init(total))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _store(target: Any, x: Array) -> None:
-    if hasattr(plgpu, "store"):
-        plgpu.store(target, x, optimized=False)
-    else:
-        target[...] = x

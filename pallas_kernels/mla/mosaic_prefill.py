@@ -7,7 +7,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt16
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.mla.prefill_attend import ENTRY, LATENT, QUERIES, TILE, attend
+from pallas_kernels.mla.prefill_attend import attend
+from pallas_kernels.mla.prefill_block import ENTRY, LATENT, QUERIES, TILE
 
 _MAX_INDEX = 2**31 - 1  # entries of the pool, and visible (slot, head) pairs, are counted in int32
 

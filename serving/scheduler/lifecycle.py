@@ -11,6 +11,7 @@ from serving import page_table
 from serving.page_table import KeyChain, PageTable, chain_of, extend_chain
 from serving.plan import FinishReason, Output, StepResult
 from serving.request import InvariantError, Request, RequestError
+from serving.scheduler import drafting
 from serving.scheduler.limits import Limits
 from serving.scheduler.state import (
     Running,
@@ -160,6 +161,7 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
     is_looking_ahead = table.policy.hash_lookahead_tokens > 0
     running = dict(state.running)
     outputs: list[Output] = []
+    tried_drafts = taken_drafts = 0
     tokens, finite = result.tokens.tolist(), result.finite.tolist()
     accepted = result.accepted or itertools.repeat(())
     for planned, token, is_finite, drafts in zip(step.rows, tokens, finite, accepted, strict=False):
@@ -167,7 +169,13 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
         computed = step.live.get(request_id)
         if computed is None:
             continue
-        request, output, slot, prefill_end, _, chain, arrival, cached_tokens = running[request_id]
+        request, output, slot, prefill_end, _, chain, arrival, cached_tokens, rate = running[
+            request_id
+        ]
+        if planned.num_drafts:
+            rate = drafting.updated_rate(rate, planned.num_drafts, len(drafts))
+            tried_drafts += planned.num_drafts
+            taken_drafts += len(drafts)
         if planned.samples:
             if not is_finite:
                 outputs.append(_not_finite_output(running[request_id]))
@@ -180,13 +188,19 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
                 total = computed + 1 - len(request.prompt)
                 outputs.append(_news(request, (token,), total, cached_tokens))
         row = Running._make(  # as in planning: faster than the constructor
-            (request, output, slot, prefill_end, computed, chain, arrival, cached_tokens)
+            (request, output, slot, prefill_end, computed, chain, arrival, cached_tokens, rate)
         )
         running[request_id] = row
         # Keys change at the end of a unit only; a token is known one step before it is computed.
         if drafts or is_looking_ahead or (computed + 1) % unit_tokens <= 1:
             running[request_id], table = _publish(row, table)
     state = dataclasses.replace(state, table=table, running=running, in_flight=tuple(later))
+    if tried_drafts:
+        stats = state.stats._replace(
+            tried_drafts=state.stats.tried_drafts + tried_drafts,
+            taken_drafts=state.stats.taken_drafts + taken_drafts,
+        )
+        state = dataclasses.replace(state, stats=stats)
     for news in outputs:
         if news.finish_reason is not None:
             state = stop_running(state, news.request_id, is_tainted=news.finish_reason == "error")

@@ -37,6 +37,7 @@ class Limits:
       preempts_itself: a request that finds no page, and nobody to take it from, goes back to the
         queue; else it waits with the pages that it has.
       num_drafts: draft tokens of a decoding row and step, at most.
+      draft_cost: time of a draft as a share of a step without; 0 always tries all.
       drafter: who proposes them: `device` has them in its buffer, `ngram` is `scheduler.ngram`.
 
     Raises:
@@ -60,6 +61,7 @@ class Limits:
     by_priority: bool = False
     preempts_itself: bool = False
     num_drafts: int = 0
+    draft_cost: float = 0.0
     drafter: Literal["device", "ngram"] = "device"
 
     def __post_init__(self) -> None:
@@ -87,6 +89,7 @@ def make_limits(
     vocab_size: int,
     max_waiting: int = 1024,
     max_waiting_tokens: int | None = None,
+    draft_cost: float = 0.0,
     drafter: Literal["device", "ngram"] = "ngram",
 ) -> Limits:
     """Limits of a server.
@@ -111,6 +114,7 @@ def make_limits(
         buckets=bucket_table(engine, page_tokens=geometry.page_tokens),
         vocab_size=vocab_size,
         num_drafts=engine.num_drafts,
+        draft_cost=draft_cost,
         drafter=drafter,
     )
 

@@ -18,7 +18,7 @@ from k3jax.buckets import Kind
 from serving import page_table
 from serving.page_table import MISS, Allocation, Chunk, Effect, Hit, Move, OutOfPages
 from serving.plan import Admission, PageCopy, RowPlan, StateExport, StepPlan
-from serving.scheduler import ngram
+from serving.scheduler import drafting, ngram
 from serving.scheduler.chunking import chunk_end
 from serving.scheduler.limits import Limits
 from serving.scheduler.room import extend_running, num_spare, reclaim_paused
@@ -140,7 +140,10 @@ def _plan_running(
                     continue
             elif request_id in ends:
                 continue  # what was accepted decides where it goes on
-            end = start + min(1 + num_drafts, draft.budget)
+            wanted = drafting.num_drafts(
+                row.draft_rate, start, most=num_drafts, cost=limits.draft_cost
+            )
+            end = start + min(1 + wanted, draft.budget)
             if num_drafts and limits.drafter == "ngram":
                 room = min(end, row.request.max_cached_tokens) - start - 1
                 drafts = ngram.propose(

@@ -16,6 +16,7 @@ from serving import page_table
 from serving.page_table import KeyChain, PageTable
 from serving.plan import RowPlan
 from serving.request import InvariantError, Request
+from serving.scheduler import drafting
 from serving.scheduler.limits import Limits
 from serving.scheduler.stats import CacheStats
 from serving.scheduler.token_log import EMPTY_LOG, TokenLog
@@ -57,6 +58,7 @@ class Running(NamedTuple):
       computed: tokens that committed steps have written to the cache.
       chain: prefix keys of the known tokens.
       arrival, cached_tokens: as of `Waiting`.
+      draft_rate: chance that a draft is taken; see `scheduler.drafting`.
     """
 
     request: Request
@@ -67,6 +69,7 @@ class Running(NamedTuple):
     chain: KeyChain
     arrival: int
     cached_tokens: int
+    draft_rate: float = drafting.FIRST_RATE
 
     @property
     def known(self) -> int:

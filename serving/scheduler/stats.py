@@ -1,4 +1,4 @@
-"""What the prefix cache did since the start: counters as a value."""
+"""What the prefix cache and drafts saved since the start: counters as a value."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class CacheStats(NamedTuple):
       state_missed_tokens: attention entries were there beyond the hit, but no state.
       num_state_misses: requests with such tokens. num_misses: requests that found nothing at all.
       copied_pages, cleared_pages, padding_tokens: of all steps.
+      tried_drafts, taken_drafts: proposed tokens that were verified, and those that stayed.
     """
 
     looked_up_tokens: int = 0
@@ -29,6 +30,8 @@ class CacheStats(NamedTuple):
     copied_pages: int = 0
     cleared_pages: int = 0
     padding_tokens: int = 0
+    tried_drafts: int = 0
+    taken_drafts: int = 0
 
     @property
     def hit_tokens(self) -> int:

@@ -93,9 +93,7 @@ def test_parts_cover_every_slot_once():
     contexts = (0, 1, 63, 64, 65, 1000, 0, 8192, 100_000)
     num_splits, num_parts, work = (
         np.asarray(x)
-        for x in mosaic_decode.work_list(
-            jnp.asarray(contexts, jnp.int32), splits=128, part_tiles=4
-        )
+        for x in mosaic_decode.work_list(jnp.asarray(contexts, jnp.int32), splits=128, part_tiles=4)
     )
     seen = [np.zeros(context, int) for context in contexts]
     splits = [[] for _ in contexts]
