@@ -21,7 +21,7 @@ from k3jax.buckets import Bucket
 from k3jax.config import ConfigError
 from k3jax.layers import param_dtype
 from k3jax.pool import abstract_pool
-from k3jax.program import Program
+from k3jax.program import Program, RowBuffers
 from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep, clearing_step, copying_step
 from sharding.mesh import AnyMesh
 
@@ -33,7 +33,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def abstract_arguments(program: Program, mesh: AnyMesh, bucket: Bucket) -> tuple[Any, ...]:
-    """Abstract `(params, pool, tokens, packed)` of a step, with their shardings."""
+    """Abstract `(params, pool, buffers, packed)` of a step, with their shardings."""
 
     def on_mesh(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -52,21 +52,20 @@ def abstract_arguments(program: Program, mesh: AnyMesh, bucket: Bucket) -> tuple
     return (
         params,
         on_mesh(pool.shape, pool.dtype, program.pool_spec),
-        on_mesh(program.buffer_shape, jnp.int32, program.buffer_spec),
+        jax.tree.map(
+            lambda x, spec: on_mesh(x.shape, x.dtype, spec), program.buffers, program.buffer_specs
+        ),
         on_mesh((program.parallel.dp, packed), jnp.int32, PartitionSpec()),
     )
 
 
-def initial_state(program: Program, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """A zeroed pool and token buffer on the mesh."""
-    pool = abstract_pool(program.layout, program.parallel.num_ranks)
-    shardings = (
-        NamedSharding(mesh, program.pool_spec),
-        NamedSharding(mesh, program.buffer_spec),
-    )
+def initial_state(program: Program, mesh: Mesh) -> tuple[jax.Array, RowBuffers]:
+    """A zeroed pool and row buffers on the mesh."""
+    state = (abstract_pool(program.layout, program.parallel.num_ranks), program.buffers)
+    specs = (program.pool_spec, program.buffer_specs)
     make = jax.jit(
-        lambda: (jnp.zeros(pool.shape, pool.dtype), jnp.zeros(program.buffer_shape, jnp.int32)),
-        out_shardings=shardings,
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state),
+        out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs),
     )
     return make()
 

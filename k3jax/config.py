@@ -16,6 +16,7 @@ from pallas_kernels.settings import AUTOMATIC, KernelSettings
 from sharding.axes import Experts, ParallelConfig
 
 Dtype = Literal["bfloat16", "float32"]
+DraftSampling = Literal["greedy", "probabilistic"]
 MXFP4_GROUP = 32  # weights that share a scale, along the input
 MAX_DRAFTS = 7  # verified with the token before them in one step
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4}
@@ -179,6 +180,8 @@ class EngineConfig:
       max_prefill_tokens: tokens of one prefill step.
       max_prefill_rows: requests that share one prefill step.
       num_drafts: drafts that are verified behind a row's token, at most; 0 decodes without.
+      draft_sampling: whether a draft model takes its likeliest tokens or, at a temperature, draws
+        them.
       kernels: which implementations the operators take.
     """
 
@@ -188,6 +191,7 @@ class EngineConfig:
     max_prefill_tokens: int = 256
     max_prefill_rows: int = 4
     num_drafts: int = 0
+    draft_sampling: DraftSampling = "greedy"
     kernels: KernelSettings = AUTOMATIC
 
     def __post_init__(self) -> None:

@@ -18,9 +18,9 @@ ParamArrays = Mapping[str, Mapping[str, jax.Array]]
 
 
 class PagedModel:
-    """Parameters, page pool and token buffer on the mesh, and the compiled programs that use them.
+    """Parameters, page pool and row buffers on the mesh, and the compiled programs that use them.
 
-    Calls return at once and run on the devices in call order. Pool and token buffer are donated to
+    Calls return at once and run on the devices in call order. Pool and row buffers are donated to
     every step, so this object is their only owner. Used by one thread.
 
     Args:
@@ -43,7 +43,7 @@ class PagedModel:
         self._steps = compile_steps(make_step, program, mesh, buckets, on_compiled=on_compiled)
         self._clear = compile_clearing(program, mesh)
         self._copy = compile_copying(program, mesh)
-        self.pool, self._tokens = initial_state(program, mesh)
+        self.pool, self._buffers = initial_state(program, mesh)
 
     def clear(self, pages: Sequence[Sequence[int]]) -> None:
         """Zero some pages of each replica, in every layer position."""
@@ -72,7 +72,7 @@ class PagedModel:
 
     def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> jax.Array:
         """Run one step on packed inputs, which must not be changed afterwards (KF-C20)."""
-        self.pool, self._tokens, result = self._steps[bucket](
-            self._params, self.pool, self._tokens, packed
+        self.pool, self._buffers, result = self._steps[bucket](
+            self._params, self.pool, self._buffers, packed
         )
         return result

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from k3jax.cache_spec import layer_groups
-from k3jax.config import Dtype, ModelConfig
+from k3jax.config import DraftSampling, Dtype, ModelConfig
 from k3jax.draft.cache import DraftCache
 from k3jax.draft.config import DraftConfig
 from k3jax.param_spec import ParamTree
@@ -23,13 +26,27 @@ Params = Mapping[str, Mapping[str, Array]]
 DRAFT_PREFIX = "draft/"
 
 
+class RowBuffers(NamedTuple):
+    """What the device keeps of each row between steps: arrays, or something of each.
+
+    Attributes:
+      tokens: int32 [R, X]: newest token, then the drafts of those behind it.
+      scores: float32 [R, N, V]: log probabilities that each draft was drawn from; N is 0 where
+        drafts are certain.
+    """
+
+    tokens: Any
+    scores: Any
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """What the step programs are compiled for. Hashable: everything here is static.
 
     Attributes:
-      max_rows: entries of a replica's token buffer; one more is scratch, for rows not in use.
+      max_rows: entries of a replica's row buffers; one more is scratch, for rows not in use.
       draft: a draft model, which leaves `num_drafts` tokens behind the newest one in the buffer.
+      draft_sampling: whether it takes its likeliest tokens or, at a temperature, draws them.
       kernels: which implementations the operators take.
     """
 
@@ -41,6 +58,7 @@ class Program:
     kernels: KernelSettings = AUTOMATIC
     draft: DraftConfig | None = None
     num_drafts: int = 0
+    draft_sampling: DraftSampling = "greedy"
 
     @property
     def num_recurrent_groups(self) -> int:
@@ -67,9 +85,14 @@ class Program:
         )
 
     @property
-    def buffer_shape(self) -> tuple[int, int]:
-        """Of the token buffers of all replicas: newest token and drafts of each row."""
-        return (self.parallel.dp * (self.max_rows + 1), 1 + self.num_drafts)
+    def buffers(self) -> RowBuffers:
+        """Abstract row buffers of all replicas."""
+        rows = self.parallel.dp * (self.max_rows + 1)
+        scored = self.num_drafts if self.draft_sampling == "probabilistic" else 0
+        return RowBuffers(
+            jax.ShapeDtypeStruct((rows, 1 + self.num_drafts), jnp.int32),
+            jax.ShapeDtypeStruct((rows, scored, self.cfg.vocab_size), jnp.float32),
+        )
 
     @property
     def param_specs(self) -> dict[str, dict[str, PartitionSpec]]:
@@ -84,6 +107,7 @@ class Program:
         return partition_spec(("ranks", None, None, None, None), self.parallel)
 
     @property
-    def buffer_spec(self) -> PartitionSpec:
-        """Of the token buffer."""
-        return partition_spec(("replicas", None), self.parallel)
+    def buffer_specs(self) -> RowBuffers:
+        """`PartitionSpec` of each row buffer."""
+        tokens = partition_spec(("replicas", None), self.parallel)
+        return RowBuffers(tokens, partition_spec(("replicas", None, None), self.parallel))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt16
 from k3jax import inputs
 from k3jax.buckets import Bucket
 from k3jax.model import K3, Forward, shards_tokens
-from k3jax.program import Params, Program
+from k3jax.program import Params, Program, RowBuffers
 from k3jax.step_meta import StepMeta, row_of_token, step_meta
 from sharding import collectives
 
@@ -49,6 +49,7 @@ class Run:
     model: K3
     params: Params
     tokens: Int32[Array, " T"]
+    buffers: RowBuffers
     forward: Forward
     is_sharded: bool
     meta: StepMeta
@@ -85,7 +86,7 @@ def run_layers(
     bucket: Bucket,
     params: Params,
     pool: UInt16[Array, "1 Z P W words"],
-    buffer: Int32[Array, "R X"],
+    buffers: RowBuffers,
     fields: dict[str, Array],
 ) -> Run:
     """Run all layers on one rank."""
@@ -103,11 +104,11 @@ def run_layers(
         num_pages=layout.num_pages,
     )
     model = K3(program.cfg, program.parallel, program.dtype)
-    tokens = _resolve_tokens(fields, buffer)
+    tokens = _resolve_tokens(fields, buffers.tokens)
     taps = (program.draft.tap_layers, program.draft.tap_mode) if program.draft else ()
     forward = apply(model, params, tokens, pool[0], meta, layout, *taps)
     is_sharded = shards_tokens(program.parallel, bucket.kind, bucket.tokens)
-    return Run(model, params, tokens, forward, is_sharded, meta)
+    return Run(model, params, tokens, buffers, forward, is_sharded, meta)
 
 
 def apply(model: K3, params: Params, *args: Any, method: str | None = None) -> Any:

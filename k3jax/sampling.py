@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+_DRAFT = 0x9E3779B9  # sets the random streams of drafts apart
+
 
 def sample(
     logits: Float32[Array, "S V"],
@@ -84,6 +86,14 @@ def gumbel(
 ) -> Float32[Array, "S V"]:
     """Noise that turns the largest of log probabilities into a draw; see the module for its key."""
     return jax.vmap(_noise, in_axes=(0, 0, None))(seeds, positions, vocab)
+
+
+def draft_gumbel(
+    seeds: UInt32[Array, " S"], positions: Int32[Array, " S"], vocab: int
+) -> Float32[Array, "S V"]:
+    """Noise for drafts, independent of `gumbel`: what replaces a refused draft must not depend on
+    how it was drawn."""
+    return gumbel(seeds ^ jnp.uint32(_DRAFT), positions, vocab)
 
 
 def _noise(seed: UInt32[Array, ""], position: Int32[Array, ""], vocab: int) -> Float32[Array, " V"]:

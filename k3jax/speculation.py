@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, UInt16
+from jaxtyping import Array, Bool, Float32, Int32, UInt16
 
 from k3jax.draft import cache, model
 from k3jax.draft.acceptance import verify
-from k3jax.program import DRAFT_PREFIX, Program
+from k3jax.layers import linear_f32
+from k3jax.program import DRAFT_PREFIX, Program, RowBuffers
 from k3jax.run import Run, apply
-from k3jax.sampling import best, sample
+from k3jax.sampling import best, draft_gumbel, filtered, sample
 from k3jax.step_meta import last_token_of_row
 from sharding import collectives
 
@@ -22,11 +23,11 @@ class Drawn(NamedTuple):
     """What the rows of a step drew.
 
     Attributes:
-      tokens: newest token and drafts, for the token buffer.
+      kept: newest token and drafts, for the row buffers.
       result: for the host, without the load; see `k3jax.results`.
     """
 
-    tokens: Int32[Array, "S X"]
+    kept: RowBuffers
     pool: UInt16[Array, "Z P W words"]
     result: list[Int32[Array, " n"]]
 
@@ -43,13 +44,10 @@ def sampled(program: Program, run: Run, fields: Mapping[str, Array]) -> Drawn:
             fields["seeds"],
             run.meta.context,
         )
-    pool = run.forward.pool
-    tokens = ids[:, None]
-    if program.draft is not None:
-        pool = _keep_context(program, run, pool, run.meta.used)
-        drafts = _drafts(program, run, pool, ids, run.meta.context)
-        tokens = jnp.concatenate([tokens, drafts], axis=1)
-    return Drawn(tokens, pool, [ids, finite.astype(jnp.int32)])
+    kept, pool = _look_ahead(
+        program, run, fields, run.forward.pool, run.meta.used, ids, run.meta.context
+    )
+    return Drawn(kept, pool, [ids, finite.astype(jnp.int32)])
 
 
 def verified(program: Program, run: Run, fields: Mapping[str, Array]) -> Drawn:
@@ -71,21 +69,21 @@ def verified(program: Program, run: Run, fields: Mapping[str, Array]) -> Drawn:
             fields["top_p"],
             fields["seeds"],
             meta.computed + 1,
+            draft_SNV=run.buffers.scores[fields["slots"]] if run.buffers.scores.shape[1] else None,
         )
     staying = jnp.where(meta.lengths > 0, 1 + verdict.num_drafts, 0)
     pool = apply(
         run.model, run.params, run.forward.trials, staying, run.forward.pool, meta, method="commit"
     )
-    tokens = verdict.next_token[:, None]
-    if program.draft is not None:
-        is_staying = jnp.arange(slots)[None] < staying[:, None]
-        pool = _keep_context(program, run, pool, meta.used & meta.from_slots(is_staying))
-        following = _drafts(program, run, pool, verdict.next_token, meta.computed + staying)
-        tokens = jnp.concatenate([tokens, following], axis=1)
+    is_staying = meta.from_slots(jnp.arange(slots)[None] < staying[:, None])
+    kept, pool = _look_ahead(
+        program, run, fields, pool, meta.used & is_staying, verdict.next_token,
+        meta.computed + staying,
+    )  # fmt: skip
     result = [
         verdict.next_token, finite.astype(jnp.int32), verdict.num_drafts, drafts.reshape(-1)
     ]  # fmt: skip
-    return Drawn(tokens, pool, result)
+    return Drawn(kept, pool, result)
 
 
 def _keep_context(
@@ -107,39 +105,73 @@ def _keep_context(
         return cache.write(pool, entries, pages, meta.token_offsets, program.draft_cache)
 
 
-def _drafts(
+def _look_ahead(
+    program: Program,
+    run: Run,
+    fields: Mapping[str, Array],
+    pool: UInt16[Array, "Z P W words"],
+    is_kept: Bool[Array, " T"],
+    newest: Int32[Array, " S"],
+    positions: Int32[Array, " S"],
+) -> tuple[RowBuffers, UInt16[Array, "Z P W words"]]:
+    """Let the draft model, if there is one, propose what follows each row's newest token.
+
+    Args:
+      is_kept: tokens of the step that stay.
+      positions: of the newest tokens.
+    """
+    rows = newest.shape[0]
+    none = jnp.zeros((rows, 0, program.cfg.vocab_size), jnp.float32)
+    if program.draft is None:
+        return RowBuffers(newest[:, None], none), pool
+    pool = _keep_context(program, run, pool, is_kept)
+    with jax.named_scope("draft"):
+        logits = _block_logits(program, run, pool, newest, positions)
+
+        def likeliest(_: Array, scores: Float32[Array, "S V"]) -> Array:
+            return best(scores)
+
+        if program.draft_sampling == "greedy":
+            drafts, _ = model.propose(_draft_params(run), logits, newest, likeliest)
+            return RowBuffers(jnp.concatenate([newest[:, None], drafts], axis=1), none), pool
+        temperature = fields["temperature"]
+        off = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.float32)
+
+        def drawn(place: Array, scores: Float32[Array, "S V"]) -> Array:
+            noise = draft_gumbel(fields["seeds"], positions + 1 + place, scores.shape[1])
+            return best(filtered(scores, temperature, *off) + noise)
+
+        drafts, scores = model.propose(_draft_params(run), logits, newest, drawn)
+        scores = jax.vmap(lambda x: filtered(x, temperature, *off), 1, 1)(scores)
+        return RowBuffers(jnp.concatenate([newest[:, None], drafts], axis=1), scores), pool
+
+
+def _block_logits(
     program: Program,
     run: Run,
     pool: UInt16[Array, "Z P W words"],
     anchors: Int32[Array, " S"],
     positions: Int32[Array, " S"],
-) -> Int32[Array, "S N"]:
-    """Propose the tokens behind each row's newest one, which stands at `positions`."""
+) -> Float32[Array, "S N V"]:
+    """Logits of the draft model's block behind each row's newest token, the anchor."""
     draft, params = program.draft, _draft_params(run)
     assert draft is not None
     place = jnp.arange(program.num_drafts, dtype=jnp.int32)
     tokens = jnp.where(place[None] == 0, anchors[:, None], draft.mask_token_id)
-    with jax.named_scope("draft"):
-        rows, width = tokens.shape
-        top = params["top"] if draft.has_own_vocab else run.params["top"]
-        embedded = collectives.embed(top["embed"], tokens.reshape(-1)).reshape(rows, width, -1)
-        hidden = model.block_hidden(
-            params,
-            draft,
-            embedded,
-            positions[:, None] + place[None],
-            lambda layer, query, own: cache.attend(
-                pool, run.meta.attention_pages, positions, query, own, draft, program.draft_cache,
-                layer,
-            ),
-        )  # fmt: skip
-        logits = collectives.gather_columns(
-            model.linear_f32(hidden.reshape(rows * width, -1), top["lm_head"])
-        )
-        drafts, _ = model.propose(
-            params, logits.reshape(rows, width, -1), anchors, lambda _, scores: best(scores)
-        )
-        return drafts
+    rows, width = tokens.shape
+    top = params["top"] if draft.has_own_vocab else run.params["top"]
+    embedded = collectives.embed(top["embed"], tokens.reshape(-1)).reshape(rows, width, -1)
+    hidden = model.block_hidden(
+        params,
+        draft,
+        embedded,
+        positions[:, None] + place[None],
+        lambda layer, query, own: cache.attend(
+            pool, run.meta.attention_pages, positions, query, own, draft, program.draft_cache, layer
+        ),
+    )
+    flat = linear_f32(hidden.reshape(rows * width, -1), top["lm_head"])
+    return collectives.gather_columns(flat).reshape(rows, width, -1)
 
 
 def _draft_params(run: Run) -> model.Params:

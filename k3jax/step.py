@@ -1,7 +1,7 @@
 """The jitted programs of a step: one `shard_map` around the whole model.
 
-A serving step takes parameters, the donated pool, the donated token buffer and one packed int32
-array; it returns the pool, the token buffer and one small int32 array. A scoring step returns the
+A serving step takes parameters, the donated pool, the donated row buffers and one packed int32
+array; it returns the pool, the row buffers and one small int32 array. A scoring step returns the
 logits of every token instead. All replicas of the mesh run the same program, each on its own row of
 the packed array.
 """
@@ -19,7 +19,7 @@ from jaxtyping import Array, Int32, UInt16
 from k3jax import speculation
 from k3jax.buckets import Bucket
 from k3jax.pool import clear_pages, copy_pages
-from k3jax.program import Params, Program
+from k3jax.program import Params, Program, RowBuffers
 from k3jax.run import run_layers, unpack
 from pallas_kernels.settings import using
 from sharding import collectives
@@ -37,21 +37,23 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
     """The jitted step of a bucket.
 
     Returns:
-      `(params, pool, tokens, packed) -> (pool, tokens, result)` with pool and token buffer donated.
+      `(params, pool, buffers, packed) -> (pool, buffers, result)` with pool and buffers donated.
       `packed` is int32 `[dp, n]`; `result` is described in `k3jax.results`.
     """
 
-    def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
+    def step(params: Params, pool: Array, buffers: RowBuffers, packed: Array) -> tuple[Any, ...]:
         fields = unpack(packed[collectives.replica()], bucket, program.num_recurrent_groups)
-        run = run_layers(program, bucket, params, pool, buffer, fields)
+        run = run_layers(program, bucket, params, pool, buffers, fields)
         end = speculation.verified if bucket.num_drafts else speculation.sampled
         drawn = end(program, run, fields)
         wanted = (fields["sample"] != 0) & (run.meta.context > 0)
         slots = jnp.where(wanted, fields["slots"], program.max_rows)
-        buffer = buffer.at[slots].set(drawn.tokens, mode="drop")
+        buffers = jax.tree.map(
+            lambda kept, new: kept.at[slots].set(new, mode="drop"), buffers, drawn.kept
+        )
         result = jnp.concatenate([*drawn.result, run.load])
         with jax.named_scope("result"):
-            return drawn.pool[None], buffer, collectives.gather_replicas(result)
+            return drawn.pool[None], buffers, collectives.gather_replicas(result)
 
     return _jit(program, mesh, bucket, step, PartitionSpec())
 
@@ -60,14 +62,14 @@ def scoring_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
     """The jitted forward pass of a bucket that returns logits of all its tokens.
 
     Returns:
-      `(params, pool, tokens, packed) -> (pool, tokens, logits)`; `packed` is int32 `[dp, n]`,
+      `(params, pool, buffers, packed) -> (pool, buffers, logits)`; `packed` is int32 `[dp, n]`,
       `logits` float32 `[dp, T, V]`.
     """
 
-    def step(params: Params, pool: Array, buffer: Array, packed: Array) -> tuple[Array, ...]:
+    def step(params: Params, pool: Array, buffers: RowBuffers, packed: Array) -> tuple[Any, ...]:
         fields = unpack(packed[collectives.replica()], bucket, program.num_recurrent_groups)
-        run = run_layers(program, bucket, params, pool, buffer, fields)
-        return run.pool, buffer, run.logits(run.all())[None]
+        run = run_layers(program, bucket, params, pool, buffers, fields)
+        return run.pool, buffers, run.logits(run.all())[None]
 
     return _jit(program, mesh, bucket, step, partition_spec(("replicas",), program.parallel))
 
@@ -123,17 +125,17 @@ def _jit(
     program: Program,
     mesh: AnyMesh,
     bucket: Bucket,
-    step: Callable[..., tuple[Array, ...]],
+    step: Callable[..., tuple[Any, ...]],
     result_spec: PartitionSpec,
 ) -> jax.stages.Wrapped:
-    """`shard_map` and jit a step: explicit shardings in and out, pool and token buffer donated."""
-    in_specs = (program.param_specs, program.pool_spec, program.buffer_spec, PartitionSpec())
-    out_specs = (program.pool_spec, program.buffer_spec, result_spec)
+    """`shard_map` and jit a step: explicit shardings in and out, pool and row buffers donated."""
+    in_specs = (program.param_specs, program.pool_spec, program.buffer_specs, PartitionSpec())
+    out_specs = (program.pool_spec, program.buffer_specs, result_spec)
 
     def shardings(specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
-    def traced(*args: Any) -> tuple[Array, ...]:
+    def traced(*args: Any) -> tuple[Any, ...]:
         with using(program.kernels):
             return step(*args)
 

@@ -108,7 +108,7 @@ class Bench:
 
     def __init__(self, truncation: steps.Truncation, sizes: groups.Sizes):
         self._truncation, self._sizes = truncation, sizes
-        self._pool, self._tokens = initial_state(truncation.program, truncation.mesh)
+        self._pool, self._buffers = initial_state(truncation.program, truncation.mesh)
 
     def lines(self, bucket: Bucket) -> Iterator[dict[str, Any]]:
         """One line for each configuration of a step."""
@@ -167,8 +167,8 @@ class Bench:
 
     def _call(self, step: jax.stages.Compiled, bucket: Bucket) -> jax.Array:
         packed = steps.packed_inputs(self._truncation.program, bucket, self._sizes)
-        self._pool, self._tokens, result = step(
-            self._truncation.params, self._pool, self._tokens, packed
+        self._pool, self._buffers, result = step(
+            self._truncation.params, self._pool, self._buffers, packed
         )
         return result
 

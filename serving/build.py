@@ -57,6 +57,7 @@ class LoadedModel:
             kernels=self.engine.kernels,
             draft=self.draft,
             num_drafts=self.engine.num_drafts if self.draft else 0,
+            draft_sampling=self.engine.draft_sampling,
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from k3jax.config import MAX_DRAFTS, Dtype
+from k3jax.config import MAX_DRAFTS, DraftSampling, Dtype
 from pallas_kernels.settings import IMPLEMENTATIONS
 from serving.cache_options import DEFAULT_UNIT_TOKENS, Retention, parse_retention
 from serving.option_types import byte_size, number
@@ -67,6 +67,7 @@ class Options:
     draft: Path | None
     num_drafts: int | None
     draft_cost: float
+    draft_sampling: DraftSampling
     max_waiting: int
     max_waiting_tokens: int | None
     output_buffer: int
@@ -320,6 +321,13 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="proposed tokens of a request and step, at most (default: the draft model's, or "
         f"{DEFAULT_NGRAM_DRAFTS} of ngram)",
+    )
+    group.add_argument(
+        "--draft-sampling",
+        choices=get_args(DraftSampling),
+        default="probabilistic",
+        help="whether a draft model takes its likeliest tokens or, at a temperature, draws "
+        "them; answers are distributed the same (default: %(default)s)",
     )
     group.add_argument(
         "--draft-cost",

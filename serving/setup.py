@@ -120,6 +120,7 @@ def prepare(options: Options) -> Setup:
         max_prefill_tokens=options.max_prefill_tokens,
         max_prefill_rows=options.max_prefill_rows or min(4, options.max_rows),
         num_drafts=_num_drafts(options, draft),
+        draft_sampling=options.draft_sampling,
         kernels=KernelSettings(
             implementation=None if options.kernels == "auto" else options.kernels,
             pdl=options.pdl == "on",

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.kda.prefill_prepare import LOWEST_BOUND, prepare
+from pallas_kernels.kda.prefill_decays import LOWEST_BOUND
+from pallas_kernels.kda.prefill_prepare import prepare
 from pallas_kernels.kda.prefill_recurrence import recur
 from pallas_kernels.kda.prefill_tiles import CHUNK, DIM
 from pallas_kernels.numerics import sigmoid_f32

@@ -10,29 +10,19 @@ G(i) their sum from the chunk's start through token i, and beta the write streng
 
 Three warpgroups, all that fit on a multiprocessor, form a block and do not know of each other; they
 fill each other's waits. Everything goes in halves of 64 channels, which are tiles of their own.
-
-Decays. Sums of g are products with matrices of zeros and ones on the tensor cores, on g rounded to
-float16 (scaled, so that small gates are not subnormal): every sum has the relative error of one
-rounding, 2^-12, and all are sums of the same numbers. A factor 2^(G(i) - G(j)) is split between the
-operands of a product. Inside a sub-block of 32 tokens both count from its first token and half of
-the largest possible exponent, 31 * 5 * log2(e), goes to either side, so that none overflows: keys
-and queries must be smaller than 2^15. Across the two sub-blocks they meet at token 32, where
-neither grows. Entries above the diagonal may overflow; they are masked by selection. No sum sees a
-gate behind the row that uses it (KF-K01).
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
+from pallas_kernels.kda import prefill_decays as decays
 from pallas_kernels.kda.prefill_inverse import unit_lower_inverse
 from pallas_kernels.kda.prefill_tiles import (
     BF16,
@@ -49,21 +39,8 @@ from pallas_kernels.kda.prefill_tiles import (
     union,
 )
 
-SUB = 32  # tokens of a sub-block
-LOWEST_BOUND = -5.0  # of the log decays; SHIFT relies on it
-GATE_SCALE = 2.0**10  # of g in float16
-SHIFT = 112.0  # bits, about (SUB - 1) * 5 * log2(e) / 2
 EPS = 1e-6
 WARPGROUPS = 3  # of a block
-
-# Which tokens (columns) the sums of each row include.
-_I, _J = np.indices((CHUNK, CHUNK))
-_WITHIN = (_J <= _I) & (_J > _I // SUB * SUB)  # from the sub-block's second token on
-_TO_MIDDLE = (_J > _I) & (_J <= SUB)
-_FROM_START = _J <= _I
-_TO_END = _J > _I
-_SUMS = np.stack([_WITHIN, _TO_MIDDLE, _FROM_START, _TO_END]).astype(np.float16)
-_ALL = np.ones((8, CHUNK), np.float16)
 
 
 def prepare(
@@ -88,7 +65,7 @@ def prepare(
       q_TND, k_TND, v_TND, f_TND: as in `kda_prefill`; T >= 64.
       beta_BnNTb: write strengths, zero where a chunk has no token.
       rate_N, offset_ND: the gate is lower_bound / (1 + 2^(f * rate + offset)).
-      lower_bound: LOWEST_BOUND or more.
+      lower_bound: decays.LOWEST_BOUND or more.
       interpret: parameters of the interpreter; None compiles.
     """
     num_chunks, heads = count_Bn.shape[0], q_TND.shape[1]
@@ -113,7 +90,7 @@ def prepare(
             tiles(*work, dtype=F16),
             compiled=compiled,
         ),
-        "all_s": tiles(WARPGROUPS, *_ALL.shape, dtype=F16),
+        "all_s": tiles(WARPGROUPS, *decays.ALL.shape, dtype=F16),
         "beta_s": plgpu.SMEM((WARPGROUPS, CHUNK), F32),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=5 * WARPGROUPS),
     }
@@ -142,7 +119,7 @@ def prepare(
         interpret=interpret,
     )
     inputs = (first_Bn, count_Bn, q_TND, k_TND, v_TND, f_TND, beta_BnNTb, rate_N, offset_ND)
-    return tuple(kernel(*inputs, _SUMS, _ALL))
+    return tuple(kernel(*inputs, decays.SUMS, decays.ALL))
 
 
 def _block(
@@ -191,8 +168,6 @@ def _block(
     def included(which: int) -> Array:
         return plgpu.load(sums_g.at[which], layout=TILE, optimized=False)
 
-    per_bit = 1.0 / GATE_SCALE
-
     def arrived(which: int) -> Any:
         return full.at[warpgroup * 5 + which]
 
@@ -222,14 +197,11 @@ def _block(
         ]
         beta = plgpu.load(beta_g.at[chunk, head], layout=ROW, optimized=False)
 
-        # Gates: 1 / x as 2^-log2(x), since a division takes long, and a sigmoid by tanh has no
-        # relative accuracy for small values.
         plgpu.barrier_wait(arrived(0))
         mask(f_s, -jnp.inf)
-        scale = lower_bound * math.log2(math.e) * GATE_SCALE
         for half in range(2):
-            x = jnp.exp2(load(f_s.at[half]) * rate + columns(offsets[half]))
-            gates_s[half] = (jnp.exp2(-jnp.log2(1.0 + x)) * scale).astype(F16)
+            x = load(f_s.at[half]) * rate + columns(offsets[half])
+            gates_s[half] = decays.scaled_gate(x, lower_bound)
         plgpu.commit_smem()
 
         plgpu.barrier_wait(arrived(1))
@@ -245,32 +217,33 @@ def _block(
         k_norm, k_bits = lax.rsqrt(k_squares), rows(jnp.log2(k_squares) * -0.5)
 
         # Only the upper halves of these tiles count: each half's lower one is overwritten.
-        to_middle = included(1)
+        to_middle = included(decays.TO_MIDDLE)
         for half in range(2):
             (total,) = products([(to_middle, gates_s.at[half])])
-            keys = load(k_s.at[half]) * jnp.exp2(total * per_bit + k_bits)
-            rows_s[pl.ds(half * SUB, CHUNK)] = keys.astype(BF16)
+            keys = load(k_s.at[half]) * jnp.exp2(total * decays.PER_BIT + k_bits)
+            rows_s[pl.ds(half * decays.SUB, CHUNK)] = keys.astype(BF16)
             plgpu.commit_smem()
-        within = included(0)
+        within = included(decays.WITHIN)
         q_left, k_left = [], []
         for half in range(2):
             (total,) = products([(within, gates_s.at[half])])
-            growth, keys = jnp.exp2(total * per_bit + SHIFT), load(k_s.at[half])
+            growth, keys = jnp.exp2(total * decays.PER_BIT + decays.SHIFT), load(k_s.at[half])
             q_left.append((load(q_s.at[half]) * growth).astype(BF16))
             k_left.append((keys * growth).astype(BF16))
-            keys = keys * jnp.exp2(total * -per_bit + (k_bits - SHIFT))
+            keys = keys * jnp.exp2(total * -decays.PER_BIT + (k_bits - decays.SHIFT))
             rows_s[pl.ds((half + 1) * CHUNK, CHUNK)] = keys.astype(BF16)
         plgpu.commit_smem()
 
-        crosses = (row >= SUB) & (column < SUB)
+        crosses = (row >= decays.SUB) & (column < decays.SUB)
 
         def scores(operands: list[Array], scale: Array) -> Array:
             inside, between = products(
                 [(x, rows_s.at[pl.ds((half + 1) * CHUNK, CHUNK)].T)
                  for half, x in enumerate(operands)],
-                [(x, rows_s.at[pl.ds(half * SUB, CHUNK)].T) for half, x in enumerate(operands)],
+                [(x, rows_s.at[pl.ds(half * decays.SUB, CHUNK)].T)
+                 for half, x in enumerate(operands)],
             )  # fmt: skip
-            return jnp.where(crosses, between * 2.0**-SHIFT, inside) * rows(scale)
+            return jnp.where(crosses, between * 2.0**-decays.SHIFT, inside) * rows(scale)
 
         attend = jnp.where(column <= row, scores(q_left, q_norm), 0.0).astype(BF16)
         lower = jnp.where(column < row, scores(k_left, beta * k_norm), 0.0)
@@ -284,7 +257,7 @@ def _block(
         fetch(v_g, v_land, 3)
         work_s[0] = attend
 
-        from_start, to_end = included(2), included(3)
+        from_start, to_end = included(decays.FROM_START), included(decays.TO_END)
         for half in range(2):
             # The last sum is the same in all 8 columns.
             started, ending, total = products(
@@ -292,10 +265,10 @@ def _block(
                 [(to_end, gates_s.at[half])],
                 [(gates_s.at[half].T, all_s.T)],
             )
-            decay_g[chunk, head, channels(half)] = jnp.exp2(jnp.max(total, axis=1) * per_bit)
-            started, keys = jnp.exp2(started * per_bit), load(k_s.at[half])
+            decay_g[chunk, head, channels(half)] = jnp.exp2(jnp.max(total, axis=1) * decays.PER_BIT)
+            started, keys = jnp.exp2(started * decays.PER_BIT), load(k_s.at[half])
             q_s[half] = (load(q_s.at[half]) * started * rows(q_norm)).astype(BF16)
-            k_s[half] = (keys * jnp.exp2(ending * per_bit + k_bits)).astype(BF16)
+            k_s[half] = (keys * jnp.exp2(ending * decays.PER_BIT + k_bits)).astype(BF16)
             plgpu.commit_smem()  # all have read the gates
             f_s[half] = (keys * started * rows(k_norm)).astype(BF16)
         plgpu.commit_smem()

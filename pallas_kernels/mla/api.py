@@ -26,14 +26,20 @@ from pallas_kernels.checks import (
     wrong,
 )
 from pallas_kernels.dispatch import Op, run
-from pallas_kernels.mla import mosaic_prefill, reference, xla
+from pallas_kernels.mla import mosaic_decode, mosaic_prefill, reference, xla
 from pallas_kernels.words import words_per_number
 
 MLA_WRITE = Op(
     name="mla_write", implementations={"reference": reference.mla_write, "xla": xla.mla_write}
 )
 MLA_DECODE = Op(
-    name="mla_decode", implementations={"reference": reference.mla_decode, "xla": xla.mla_decode}
+    name="mla_decode",
+    implementations={
+        "reference": reference.mla_decode,
+        "xla": xla.mla_decode,
+        "mosaic": mosaic_decode.mla_decode,
+    },
+    unproven={"mosaic": mosaic_decode.unproven},
 )
 MLA_PREFILL = Op(
     name="mla_prefill",

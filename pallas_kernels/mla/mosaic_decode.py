@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int32, UInt16
 
 from pallas_kernels import settings
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.mla.decode_attend import ENTRY, LATENT, STAT_SPLITS, TILE, attend
+from pallas_kernels.mla.decode_attend import STAT_SPLITS, attend, padded
+from pallas_kernels.mla.decode_block import ENTRY, LATENT, TILE
 from pallas_kernels.mla.decode_combine import BATCH, combine
 
 PART_TILES = 4  # least length of a part that is not a row's last, for one group of heads

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kernel_bench import attn_res, kda, kda_prefill, mla_prefill, moe, router
+from kernel_bench import attn_res, kda, kda_prefill, mla, mla_prefill, moe, router
 from kernel_bench.case import Case
 
-MODULES = (moe, kda, kda_prefill, mla_prefill, attn_res, router)
+MODULES = (moe, kda, kda_prefill, mla, mla_prefill, attn_res, router)
 
 
 def all_cases() -> list[Case]:

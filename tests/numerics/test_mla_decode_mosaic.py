@@ -9,7 +9,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla import mla_decode, mosaic_decode
+from pallas_kernels import settings
+from pallas_kernels.mla import decode_attend, mla_decode, mosaic_decode
 from tests.numerics.support import BF16, relative_error
 
 C, LATENT, POSITION, NAN_WORD = 576, 512, 1, 0x7FC1
@@ -58,8 +59,10 @@ def _check(z, inputs):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on a CPU")
 def test_the_interpreted_kernels_equal_the_reference_without_races(monkeypatch):
-    monkeypatch.setattr(mosaic_decode, "PART_TILES", 2)
-    inputs = _inputs((70, 0, 133), heads=12, page_tokens=64, seed=0)
+    monkeypatch.setattr(mosaic_decode, "PART_TILES", 1)
+    monkeypatch.setattr(mosaic_decode, "MAX_HEADS", 2)  # two groups, each padded
+    monkeypatch.setattr(decode_attend, "BLOCKS", 3)  # six parts, so two for each
+    inputs = _inputs((70, 0, 133), heads=4, page_tokens=64, seed=0)
     interpreter = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
     run = functools.partial(mosaic_decode.mla_decode, **SETTINGS, interpret=interpreter)
     _check(jax.jit(run)(*inputs), inputs)
@@ -67,9 +70,12 @@ def test_the_interpreted_kernels_equal_the_reference_without_races(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "page_tokens"), [(1, 12, 768), (64, 24, 5760), (8, 96, 6144)]
+    ("rows", "heads", "page_tokens", "pdl"),
+    [(1, 12, 768, True), (64, 24, 5760, False), (8, 96, 6144, False)],
 )
-def test_the_kernels_lower_for_hopper_once_for_all_layers(monkeypatch, rows, heads, page_tokens):
+def test_the_kernels_lower_for_hopper_once_for_all_layers(
+    monkeypatch, rows, heads, page_tokens, pdl
+):
     monkeypatch.setattr(mosaic_decode, "require_hopper", lambda: None)
     shape = jax.ShapeDtypeStruct
 
@@ -79,12 +85,13 @@ def test_the_kernels_lower_for_hopper_once_for_all_layers(monkeypatch, rows, hea
             q = jnp.pad(z, ((0, 0), (0, 0), (0, C - LATENT)))
         return q
 
-    traced = jax.jit(layers).trace(
-        shape((rows, heads, C), jnp.bfloat16),
-        shape((24, 768 * 4000 // page_tokens, page_tokens, C), jnp.uint16),
-        shape((rows, 2**20 // page_tokens), jnp.int32),
-        shape((rows,), jnp.int32),
-    )
+    with settings.using(settings.KernelSettings(pdl=pdl)):
+        traced = jax.jit(layers).trace(
+            shape((rows, heads, C), jnp.bfloat16),
+            shape((24, 768 * 4000 // page_tokens, page_tokens, C), jnp.uint16),
+            shape((rows, 2**20 // page_tokens), jnp.int32),
+            shape((rows,), jnp.int32),
+        )
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("@mosaic_gpu_v2") == 2  # the parts, and their sum
 
@@ -120,6 +127,12 @@ def test_refusals_give_their_reason(monkeypatch):
         call(q, pool[:, :, :32], *others)
     with pytest.raises(NotImplementedError, match="got 512 numbers, 512 of them the value"):
         call(q[..., :512], pool[..., :512], *others)
+    with pytest.raises(NotImplementedError, match="takes at most 536870912 sums of parts"):
+        call(jnp.zeros((1024, 12, C), q.dtype), pool, *_rows(1024, columns=512))
+
+
+def _rows(num_rows, *, columns):
+    return jnp.zeros((num_rows, columns), jnp.int32), jnp.ones((num_rows,), jnp.int32)
 
 
 @pytest.mark.gpu

@@ -130,7 +130,7 @@ def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name:
         return found
 
     def held() -> list[int]:
-        return np.asarray(paged._tokens)[0].tolist()
+        return np.asarray(paged._buffers.tokens)[0].tolist()
 
     first = Row(tokens, (1, 2, 3), states).plan(0, len(tokens))
     run_plans(paged, prefill, [first])
