@@ -81,11 +81,6 @@ def attn_res_norm(
     )
 
 
-def unproven(bank: tuple[Array, ...], *_args: object, **_kwargs: object) -> str | None:
-    """Why the automatic choice passes the kernel over, for arguments that it would take."""
-    return None if bank else "not faster than xla without a bank"
-
-
 # Jitted, so that a program of many layers lowers and compiles each form of the kernel once.
 @functools.partial(
     jax.jit, static_argnames=("eps", "pdl", "max_blocks", "shared_bytes", "interpret")

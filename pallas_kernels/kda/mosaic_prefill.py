@@ -61,11 +61,6 @@ def kda_prefill(
     )  # fmt: skip
 
 
-def unproven(*_args: object, **_kwargs: object) -> str:
-    """Why the automatic choice passes these kernels over, for arguments that they would take."""
-    return "not yet compared with xla on a GPU"
-
-
 # Jitted, so that a program of many layers lowers and compiles the kernels once.
 @functools.partial(jax.jit, static_argnames=("lower_bound", "interpret"))
 def launch(

@@ -84,11 +84,6 @@ def mla_decode(
     )
 
 
-def unproven(*_args: object, **_kwargs: object) -> str:
-    """Why the automatic choice passes these kernels over."""
-    return "not timed on a GPU yet"
-
-
 def work_list(
     context_S: Int32[Array, " S"], *, splits: int, part_tiles: int
 ) -> tuple[Int32[Array, " S"], Int32[Array, "1"], Int32[Array, "U 4"]]:
