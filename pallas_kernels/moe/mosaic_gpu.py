@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels import settings
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.moe import schedule
 from pallas_kernels.moe.fragments import fragment_order
@@ -51,12 +52,13 @@ def moe_experts(
         x_BxTbL = fragment_order(z_TL)[token_BxTb]
 
     with jax.named_scope("tiles"):
-        settings = {"ring": Ring(), "interpret": interpret}
+        pdl = settings.current().pdl and interpret is None
+        launch = {"ring": Ring(), "pdl": pdl, "interpret": interpret}
         has_work_Bn = tiles.expert_Bn < num_experts
         matrix_Bn = jnp.where(has_work_Bn, layer * num_experts + tiles.expert_Bn, -1)
-        act_BnTbF = grouped_product(matrix_Bn, x_BxTbL, w13, activation=activation, **settings)
+        act_BnTbF = grouped_product(matrix_Bn, x_BxTbL, w13, activation=activation, **launch)
         act_BnTbF = fragment_order(round_to(act_BnTbF, z_TL.dtype))
-        y_BnTbL = grouped_product(matrix_Bn, act_BnTbF, w2, activation=None, **settings)
+        y_BnTbL = grouped_product(matrix_Bn, act_BnTbF, w2, activation=None, **launch)
 
     with jax.named_scope("combine"):
         return schedule.combine(y_BnTbL, tiles.slot_TA, weights_TA)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
+from pallas_kernels import pdl as launch_order
 from pallas_kernels.moe.fragments import (
     CODES_LAYOUT,
     SCALE_SHIFT,
@@ -41,7 +42,7 @@ class Ring:
     k_step: int = 256
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "ring", "interpret"))
+@functools.partial(jax.jit, static_argnames=("activation", "ring", "pdl", "interpret"))
 def grouped_product(
     matrix_Bn: Int32[Array, " Bn"],
     x_BxTbK: BFloat16[Array, "Bx Tb K"],
@@ -49,6 +50,7 @@ def grouped_product(
     *,
     activation: Callable[[Array, Array], Array] | None,
     ring: Ring,
+    pdl: bool = False,
     interpret: Any = None,
 ) -> Float32[Array, "Bn Tb M"]:
     """Multiply every tile of tokens with the matrix of its expert.
@@ -62,6 +64,8 @@ def grouped_product(
       x_BxTbK: inputs in `fragment_order`, one block a tile or one block for all (Bx = 1).
       weight: [Z, E, M, K], or with `activation` [Z, E, 2, M, K]: gate and up matrix.
       activation: (gate, up) -> activation, float32; None for a plain product.
+      pdl: `KernelSettings.pdl`. Nothing is loaded before the wait: which weights a block needs is
+        computed in the step.
       interpret: parameters of the interpreter; None compiles.
     """
     *lead, num_k = weight.shape[2:]
@@ -77,6 +81,8 @@ def grouped_product(
     ) -> None:
         codes_s, x_s, scales_s, full, full_scales, *weights_s = scratch
         tile, block = lax.axis_index("tile"), lax.axis_index("block")
+        launch_order.wait(pdl)
+        launch_order.launch_dependents(pdl)
         matrix = matrix_g[tile]
 
         @pl.when(matrix >= 0)

@@ -9,6 +9,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import settings
 from pallas_kernels.moe import PackedWeight, moe_experts, mosaic_gpu, schedule
 from pallas_kernels.moe.fragments import SPAN, fragment_order
 from pallas_kernels.moe.mosaic_product import K_MULTIPLE
@@ -71,9 +72,10 @@ def test_interpreted_kernels_equal_the_reference_without_races(num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts"), [(1, 896), (8, 112), (64, 896), (8192, 112)]
+    ("num_tokens", "num_experts", "pdl"),
+    [(1, 896, False), (8, 112, True), (64, 896, True), (8192, 112, False)],
 )
-def test_production_shapes_lower_for_cuda(monkeypatch, num_tokens, num_experts):
+def test_production_shapes_lower_for_cuda(monkeypatch, num_tokens, num_experts, pdl):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
     shape = jax.ShapeDtypeStruct
 
@@ -84,18 +86,17 @@ def test_production_shapes_lower_for_cuda(monkeypatch, num_tokens, num_experts):
     run = functools.partial(
         mosaic_gpu.moe_experts, layer=91, first_expert=112, activation=ACTIVATION
     )
-    lowered = (
-        jax.jit(run)
-        .trace(
+    with settings.using(settings.KernelSettings(pdl=pdl)):
+        traced = jax.jit(run).trace(
             shape((num_tokens, 3584), jnp.bfloat16),
             shape((num_tokens, 16), jnp.int32),
             shape((num_tokens, 16), jnp.float32),
             packed(92, num_experts, 2, 3072, 3584),
             packed(92, num_experts, 3584, 3072),
         )
-        .lower(lowering_platforms=("cuda",))
-    )
-    assert lowered.as_text().count("@mosaic_gpu_v2") == 2
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("@mosaic_gpu_v2") == 2
+    assert ("griddepcontrol" in lowered) == pdl
 
 
 def test_all_layers_share_the_compiled_kernels(monkeypatch):
@@ -163,8 +164,11 @@ def test_refusals_give_their_reason(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 7, 8, 64, 300, 600, 1100])
-def test_kernels_equal_the_reference(num_tokens):
+@pytest.mark.parametrize(
+    ("num_tokens", "pdl"),
+    [(rows, False) for rows in (1, 7, 8, 64, 300, 600, 1100)] + [(1, True), (64, True)],
+)
+def test_kernels_equal_the_reference(num_tokens, pdl):
     rng = np.random.default_rng()
     weights = _weights(rng, 5, 1024, 512)
     z, ids, mix = _tokens(rng, num_tokens + 1, 3, 7, 1024)
@@ -178,7 +182,8 @@ def test_kernels_equal_the_reference(num_tokens):
             )
         )
         for choice in (ids, jnp.full_like(ids, 2)):  # random, and all on one expert
-            y = run(z, choice, mix, *weights, first_expert=jnp.asarray(1, jnp.int32))
+            with settings.using(settings.KernelSettings(pdl=pdl)):
+                y = run(z, choice, mix, *weights, first_expert=jnp.asarray(1, jnp.int32))
             want = _reference(z, choice, mix, *weights, first_expert=1, activation=activation)
             assert relative_error(y[used], want[used]) < BF16
             if choice is ids:

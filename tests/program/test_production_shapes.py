@@ -23,7 +23,8 @@ from sharding.axes import DP, TP, ParallelConfig
 from tests import tiny
 
 TEXT_PARAMETERS = 2_779_484_478_208
-CFG = ModelConfig.from_hf(json.loads((tiny.DATA / "k3-config.json").read_text()))
+RELEASED = json.loads((tiny.DATA / "k3-config.json").read_text())
+CFG = ModelConfig.from_hf(RELEASED)
 
 
 def test_abstract_model_has_the_published_number_of_text_parameters() -> None:
@@ -48,17 +49,33 @@ def test_page_sizes_with_bfloat16_latents(tp: int, num_drafts: int, page_tokens:
     assert align(spec).page_tokens == page_tokens
 
 
-def test_decode_step_of_a_tp16_rank_lowers(monkeypatch: pytest.MonkeyPatch) -> None:
+def first_layers(count: int) -> ModelConfig:
+    """The released model cut to its first layers."""
+    text = RELEASED["text_config"]
+    attention = text["linear_attn_config"]
+    cut = {
+        name: [layer for layer in attention[name] if layer <= count]
+        for name in ("kda_layers", "full_attn_layers")
+    }
+    text = text | {"num_hidden_layers": count, "linear_attn_config": attention | cut}
+    return ModelConfig.from_hf(RELEASED | {"text_config": text})
+
+
+@pytest.mark.parametrize("num_layers", [16, pytest.param(93, marks=pytest.mark.slow)])
+def test_decode_step_of_a_tp16_rank_lowers(
+    monkeypatch: pytest.MonkeyPatch, num_layers: int
+) -> None:
     monkeypatch.setattr(mosaic_decode, "require_hopper", lambda: None)
+    cfg = first_layers(num_layers)
     parallel = ParallelConfig(tp=16)
     engine = EngineConfig(max_rows=8, max_context_tokens=65536)
-    validate(CFG, parallel, engine)
-    spec = cache_spec(CFG, tp=16, dtype="bfloat16")
+    validate(cfg, parallel, engine)
+    spec = cache_spec(cfg, tp=16, dtype="bfloat16")
     cache = CacheConfig(page_tokens=align(spec).page_tokens, num_pages=64)
     program = Program(
-        cfg=CFG,
+        cfg=cfg,
         parallel=parallel,
-        layout=pool_layout(CFG, cache, spec, tp=16, dtype="bfloat16"),
+        layout=pool_layout(cfg, cache, spec, tp=16, dtype="bfloat16"),
         dtype="bfloat16",
         max_rows=engine.max_rows,
     )
@@ -67,8 +84,8 @@ def test_decode_step_of_a_tp16_rank_lowers(monkeypatch: pytest.MonkeyPatch) -> N
     traced = serving_step(program, mesh, bucket).trace(*abstract_arguments(program, mesh, bucket))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # One reduction after attention and at least one after the feed-forward network.
-    assert text.count("stablehlo.all_reduce") >= 2 * CFG.num_layers
+    assert text.count("stablehlo.all_reduce") >= 2 * cfg.num_layers
     assert "f64>" not in text
     # All KDA layers share one kernel.
-    assert text.count("call @launch") == len(CFG.kda_layers)
+    assert text.count("call @launch") == len(cfg.kda_layers)
     assert text.count("custom_call @mosaic_gpu") == 1
