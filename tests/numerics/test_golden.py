@@ -16,7 +16,7 @@ LONGEST = 86  # the longest case, and room for greedy continuations
 # Every model on one rank; then meshes, and both ways to split experts.
 MESHES = [(name, 1, "ep") for name in TOLERANCE] + [
     pytest.param("k3-tiny", 2, "ep", marks=pytest.mark.slow),
-    ("k3-tiny-mxfp4", 4, "ep"),
+    pytest.param("k3-tiny-mxfp4", 4, "ep", marks=pytest.mark.slow),
     ("kimi-linear-tiny", 4, "tp"),
 ]
 

@@ -41,7 +41,7 @@ SIZES = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "num_experts": 128,
-    "num_experts_per_token": 6,
+    "num_experts_per_token": 8,
     "moe_intermediate_size": 512,
     "routed_expert_hidden_size": 512,
     "linear_attn_config": {"num_heads": 8, "head_dim": 128},
