@@ -12,7 +12,7 @@ import numpy as np
 
 from k3jax.buckets import Bucket
 from k3jax.cache_spec import cache_spec
-from k3jax.config import CacheConfig, Dtype, EngineConfig, ModelConfig
+from k3jax.config import CacheConfig, DraftSampling, Dtype, EngineConfig, ModelConfig
 from k3jax.draft.config import DraftConfig
 from k3jax.paged_model import PagedModel
 from k3jax.pool import pool_layout
@@ -51,6 +51,7 @@ def program_of(
     max_rows: int = 4,
     draft: DraftConfig | None = None,
     num_drafts: int = 0,
+    draft_sampling: DraftSampling = "greedy",
     **mesh: Any,
 ) -> Program:
     """What to compile for a small pool; `mesh` goes to `ParallelConfig`."""
@@ -60,7 +61,7 @@ def program_of(
     layout = pool_layout(cfg, cache, spec, tp=parallel.tp, dtype=dtype)
     return Program(
         cfg=cfg, parallel=parallel, layout=layout, dtype=dtype, max_rows=max_rows, draft=draft,
-        num_drafts=num_drafts,
+        num_drafts=num_drafts, draft_sampling=draft_sampling,
     )  # fmt: skip
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
 from k3jax.buckets import Bucket, bucket_table
 from k3jax.cache_spec import cache_spec
-from k3jax.config import EngineConfig
+from k3jax.config import DraftSampling, EngineConfig
 from k3jax.draft.config import DraftConfig
 from k3jax.paged_model import PagedModel
 from k3jax.step import serving_step
@@ -54,10 +55,11 @@ def engine(name: str | None) -> EngineConfig:
     )  # fmt: skip
 
 
-def model(name: str | None, tp: int) -> PagedModel:
+def model(name: str | None, tp: int, sampling: DraftSampling = "greedy") -> PagedModel:
     program = program_of(
         CFG, page_tokens=geometry(name, tp).page_tokens, num_pages=NUM_PAGES, tp=tp,
         draft=draft_config(name) if name else None, num_drafts=NUM_DRAFTS if name else 0,
+        draft_sampling=sampling,
     )  # fmt: skip
     buckets = bucket_table(engine(name), page_tokens=geometry(name, tp).page_tokens)
     return open_model(program, buckets, make_step=serving_step)
@@ -66,21 +68,34 @@ def model(name: str | None, tp: int) -> PagedModel:
 @functools.cache
 def answers(name: str | None, tp: int) -> list[tuple[int, ...]]:
     """Greedy tokens of all requests, served together."""
-    pages = geometry(name, tp)
+    return serve(name, model(name, tp), geometry(name, tp), range(len(LENGTHS)), temperature=0.0)
+
+
+def serve(
+    name: str | None,
+    paged: PagedModel,
+    pages: PageGeometry,
+    requests: Iterable[int],
+    *,
+    temperature: float,
+) -> list[tuple[int, ...]]:
+    """Tokens of some requests, served together."""
     limits = make_limits(
         engine(name), pages, num_pages=NUM_PAGES, vocab_size=CFG.vocab_size, drafter="device"
     )
-    driver = SchedulerDriver(limits, StepExecutor(model(name, tp)), pages, NUM_PAGES)
-    for index, length in enumerate(LENGTHS):
+    driver = SchedulerDriver(limits, StepExecutor(paged), pages, NUM_PAGES)
+    requests = list(requests)
+    for index in requests:
+        length = LENGTHS[index]
         prompt = np.random.default_rng(index).integers(0, CFG.vocab_size, length).tolist()
         driver.submit(
             Request(
                 request_id=f"r{index}", prompt=tuple(prompt), eos_token_ids=(),
-                sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=MAX_TOKENS),
+                sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=MAX_TOKENS),
             )
         )  # fmt: skip
     driver.finish()
-    return [driver.tokens(f"r{index}") for index in range(len(LENGTHS))]
+    return [driver.tokens(f"r{index}") for index in requests]
 
 
 @pytest.mark.parametrize(
@@ -148,3 +163,15 @@ def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name:
         tokens = np.array([*tokens, *right], np.int32)
         assert held() == wanted(tokens)
         anchor = held()[0]
+
+
+@pytest.mark.slow
+def test_drawn_drafts_keep_greedy_tokens_and_do_not_depend_on_the_company() -> None:
+    paged, pages = model("mla", 1, "probabilistic"), geometry("mla", 1)
+    everyone = range(len(LENGTHS))
+    assert serve("mla", paged, pages, everyone, temperature=0.0) == answers(None, 1)
+    together = serve("mla", paged, pages, everyone, temperature=1.0)
+    assert together != answers(None, 1)
+    for index in (1, 4):
+        alone = serve("mla", paged, pages, [index], temperature=1.0)
+        assert alone == [together[index]]
