@@ -98,13 +98,8 @@ def serve(
     return [driver.tokens(f"r{index}") for index in requests]
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"),
-    [
-        ("mla", 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mla", 2), ("gqa", 2))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tp"), [("mla", 1), ("mla", 2), ("gqa", 2)])
 def test_greedy_tokens_are_those_without_a_draft(name: str, tp: int) -> None:
     assert answers(name, tp) == answers(None, 1)
 
