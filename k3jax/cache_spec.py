@@ -58,10 +58,6 @@ class CacheSpec:
     def recurrent_groups(self) -> tuple[LayerGroup, ...]:
         return tuple(group for group in self.groups if group.kind == "recurrent")
 
-    @property
-    def attention_groups(self) -> tuple[LayerGroup, ...]:
-        return tuple(group for group in self.groups if group.kind == "attention")
-
 
 def cache_spec(
     cfg: ModelConfig,

@@ -144,5 +144,5 @@ def kda_commit(
             trial.records, trial.qkv_SX3ND, trial.f_SXND, weights["A_log"][layer],
             weights["dt_bias"][layer].reshape(heads, dim), pool, trial.source_S,
             meta.state_target[:, group], accepted,
-            position=position, lower_bound=cfg.gate_lower_bound,
+            position=position, lower_bound=cfg.gate_lower_bound, taps=cfg.conv_width,
         )  # fmt: skip

@@ -126,7 +126,7 @@ def kda_commit_paged(
     *,
     position: int,
     lower_bound: float | None,
-    taps: int = 4,
+    taps: int,
     implementation: str | None = None,
 ) -> UInt16[Array, "Z P W E"]:
     """Store each row's state and window after its first accepted tokens.

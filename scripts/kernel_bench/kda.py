@@ -215,6 +215,7 @@ def _call_commit(implementation: str, inputs: Arrays, weights: Arrays) -> jax.Ar
             target,
             accepted,
             position=layer,
+            taps=TAPS,
             implementation=implementation,
             **GATES,
         )

@@ -24,7 +24,7 @@ GATES = {"position": POSITION, "lower_bound": -5.0}
 _STATIC = ("position", "lower_bound", "implementation")
 decode = jax.jit(kda_decode_paged, static_argnames=(*_STATIC, "eps"))
 verify = jax.jit(kda_verify_paged, static_argnames=(*_STATIC, "eps"))
-commit = jax.jit(kda_commit_paged, static_argnames=_STATIC)
+commit = jax.jit(functools.partial(kda_commit_paged, taps=4), static_argnames=_STATIC)
 NAMES = ("qkv", "f", "b", "gate")
 
 

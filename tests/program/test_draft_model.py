@@ -22,7 +22,7 @@ from tests.fakes import SchedulerDriver
 from tests.models import Row, StepExecutor, open_model, program_of, run_plans
 from tests.unit.test_draft_config import SMALL_GQA, SMALL_MLA
 
-CFG = tiny.tiny_config()
+CFG = tiny.tiny_config(linear_attn_config={"short_conv_kernel_size": 3})
 NUM_DRAFTS, NUM_PAGES, MAX_TOKENS = 3, 26, 24
 TAPS = (0, 2, 4)
 DRAFTS = {
