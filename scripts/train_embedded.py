@@ -16,8 +16,8 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 if str(CHECKOUT) not in sys.path:
@@ -25,7 +25,7 @@ if str(CHECKOUT) not in sys.path:
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from embedded_training import config, data, draft, target  # noqa: E402
+from embedded_training import config, data, draft, loop, target  # noqa: E402
 from embedded_training.export import released_tensors  # noqa: E402
 
 from k3jax.config import ModelConfig  # noqa: E402
@@ -40,11 +40,11 @@ def main() -> int:
     args = _parse_args()
     size = (4, 48) if args.smoke else (64, 512)
     plan = {
-        "model": target.Schedule(
+        "model": loop.Schedule(
             steps=3 if args.smoke else args.steps, batch=size[0], tokens=size[1],
             peak_rate=3e-3, seed=args.seed,
         ),
-        "draft": target.Schedule(
+        "draft": loop.Schedule(
             steps=3 if args.smoke else args.draft_steps, batch=size[0], tokens=size[1],
             peak_rate=2e-3, seed=args.seed,
         ),
@@ -91,9 +91,11 @@ def main() -> int:
     return 0
 
 
-def _follow(name: str, progress: Any, curves: dict[str, list[dict[str, float]]]) -> target.Tree:
+def _follow(
+    name: str, progress: Iterator[loop.Progress], curves: dict[str, list[dict[str, float]]]
+) -> loop.Tree:
     """Print and record a training; return the parameters at its end."""
-    reached: target.Tree = {}
+    reached: loop.Tree = {}
     for step, loss, seconds, params in progress:
         curves[name].append({"step": step, "loss": loss, "seconds": seconds})
         print(f"{name} step {step}: loss {loss:.4f}, {seconds:.0f} s", flush=True)

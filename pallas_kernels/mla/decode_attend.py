@@ -12,12 +12,12 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt16
 
-from pallas_kernels.mla.decode_block import (
+from pallas_kernels.mla.decode_block import attend_block
+from pallas_kernels.mla.mosaic_parts import (
     BF16,
     CHUNK,
     ENTRY,
@@ -26,15 +26,12 @@ from pallas_kernels.mla.decode_block import (
     LATENT,
     RING,
     TILE,
-    attend_block,
+    WORDS,
+    tiles,
 )
 
 BLOCKS = 132  # multiprocessors of an H200
 STAT_SPLITS = 128  # most splits of a row
-
-WORDS = (jnp.uint16, BF16)  # of the pool, and as numbers
-_TILING = plgpu.TilingTransform((8, CHUNK))  # pyright: ignore[reportAbstractUsage]
-_SWIZZLE = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
 
 # Jitted, and the position an operand, so that a program of many layers lowers and compiles the
@@ -85,12 +82,12 @@ def attend(
     queries = (ENTRY // CHUNK, width, CHUNK)
     if compiled:
         # What copies into, and what the products see: the same bytes.
-        kv_s = plgpu.RefUnion(*((_tiles(*values, dtype=x), _tiles(*rest, dtype=x)) for x in WORDS))
-        q_s = plgpu.RefUnion(_tiles(*queries, tiled=False), _tiles(*queries))
+        kv_s = plgpu.RefUnion(*((tiles(*values, dtype=x), tiles(*rest, dtype=x)) for x in WORDS))
+        q_s = plgpu.RefUnion(tiles(*queries, tiled=False), tiles(*queries))
     else:  # The interpreter would keep unions apart.
         pool_KC = lax.bitcast_convert_type(pool_KC, BF16)
-        kv_s = ((_tiles(*values), _tiles(*rest)),)
-        q_s = (_tiles(*queries),)
+        kv_s = ((tiles(*values), tiles(*rest)),)
+        q_s = (tiles(*queries),)
     kernel = plgpu.kernel(
         functools.partial(
             attend_block, heads=heads, groups=groups, width=width, page_tokens=page_tokens,
@@ -107,7 +104,7 @@ def attend(
         scratch_types={
             "kv_s": kv_s,
             "q_s": q_s,
-            "weight_s": _tiles(width, TILE),
+            "weight_s": tiles(width, TILE),
             "factor_s": plgpu.SMEM((width,), F32),
             "stats_s": plgpu.SMEM((2, width), F32),
             "q_full": plgpu.Barrier(num_arrivals=ENTRY // CHUNK),
@@ -127,12 +124,3 @@ def attend(
 def padded(heads: int) -> int:
     """How many columns of a product `heads` take."""
     return -(-heads // 8) * 8
-
-
-def _tiles(*shape: int, dtype: Any = BF16, tiled: bool = True) -> Any:
-    """Shared memory for operands of `wgmma`.
-
-    A copy between tiled memory and global memory has to start at a multiple of 8 rows there. With
-    rows of `CHUNK` numbers the bytes lie in the same places without the tiling.
-    """
-    return plgpu.SMEM(shape, dtype, transforms=(_TILING, _SWIZZLE) if tiled else (_SWIZZLE,))

@@ -20,14 +20,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import pdl as launch_order
+from pallas_kernels.mla.mosaic_parts import (
+    BF16,
+    CHUNK,
+    ENTRY,
+    F32,
+    HALF,
+    LATENT,
+    RING,
+    TILE,
+    add_product,
+)
 
-TILE = 64  # slots
-ENTRY, LATENT = 576, 512  # numbers of an entry, and of its value part
-CHUNK = 64  # numbers of a row of swizzled shared memory
-HALF = LATENT // 2
-RING = 2  # tiles
-
-BF16, F32 = jnp.bfloat16, jnp.float32
 REGISTERS = plgpu.Layout.WGMMA
 COLUMN = REGISTERS.reduce(0)
 
@@ -224,7 +228,7 @@ def attend_block(
                     _clear_unseen(values_s.at[half, slot], slots - tile * TILE)
 
                 z = z * columns(keep, HALF)
-                z = _add_product(z, values_s.at[half, slot].T, weight_s.T, compiled=compiled)
+                z = add_product(z, values_s.at[half, slot].T, weight_s.T, compiled=compiled)
                 plgpu.barrier_arrive(weight_empty)
 
                 @pl.when(ahead.part < num_parts)
@@ -262,17 +266,3 @@ def _clear_unseen(values: Any, num_seen: Array) -> None:
         slot = plgpu.broadcasted_iota(jnp.int32, (TILE, CHUNK), 0, layout=REGISTERS)
         chunk[...] = jnp.where(slot < num_seen, entries, jnp.zeros((), BF16))
     plgpu.commit_smem()
-
-
-def _add_product(total: Array, left: Any, right: Any, *, compiled: bool) -> Any:
-    """Return total + left @ right; the interpreter takes no product that starts at a value."""
-    if compiled:
-        product = functools.partial(plgpu.wgmma, a=left, b=right)
-        return pl.run_state(product)(plgpu.ACC.init(total))  # pyright: ignore[reportPrivateImportUsage]
-
-    def product_alone(sums: Any) -> Array:
-        plgpu.wgmma(sums, left, right)
-        return sums[...]
-
-    rows, width = total.shape
-    return total + pl.run_scoped(product_alone, plgpu.ACC((rows, width), F32))  # pyright: ignore[reportPrivateImportUsage]

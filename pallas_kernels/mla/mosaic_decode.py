@@ -12,13 +12,12 @@ from jaxtyping import Array, Float, Int32, UInt16
 from pallas_kernels import settings
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.mla.decode_attend import STAT_SPLITS, attend, padded
-from pallas_kernels.mla.decode_block import ENTRY, LATENT, TILE
 from pallas_kernels.mla.decode_combine import BATCH, combine
+from pallas_kernels.mla.mosaic_parts import ENTRY, LATENT, MAX_INDEX, TILE, check_supported
 
 PART_TILES = 4  # least length of a part that is not a row's last, for one group of heads
 MAX_HEADS = 48  # of a group: registers for the sums
 MAX_SUMS = 2**29  # float32 numbers of all parts together: 2 GiB
-_MAX_INDEX = 2**31 - 1  # entries of the pool are counted in int32
 
 
 def mla_decode(
@@ -41,19 +40,9 @@ def mla_decode(
     if interpret is None:
         require_hopper()
     _, num_pages, page_tokens, _ = pool_ZPWCw.shape
-    heads, entry = q_SNC.shape[1:]
-    if q_SNC.dtype != jnp.bfloat16 or jnp.dtype(dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"takes bfloat16: got {q_SNC.dtype} queries, {dtype} entries")
-    if (entry, latent) != (ENTRY, LATENT):
-        got = f"{entry} numbers, {latent} of them the value"
-        raise NotImplementedError(
-            f"takes entries of {ENTRY}, {LATENT} of them the value: got {got}"
-        )
-    if page_tokens % TILE:
-        raise NotImplementedError(f"takes pages of a multiple of {TILE} tokens: got {page_tokens}")
-    if scale <= 0:
-        raise NotImplementedError(f"takes a positive scale: got {scale}")
-    if pool_ZPWCw.size // ENTRY > _MAX_INDEX:
+    heads = q_SNC.shape[1]
+    check_supported(q_SNC, latent, dtype, page_tokens, scale)
+    if pool_ZPWCw.size // ENTRY > MAX_INDEX:
         raise NotImplementedError(f"counts entries in int32: got pool {pool_ZPWCw.shape}")
 
     groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= MAX_HEADS)

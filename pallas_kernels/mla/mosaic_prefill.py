@@ -7,10 +7,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt16
 
 from pallas_kernels.hopper import require_hopper
+from pallas_kernels.mla.mosaic_parts import ENTRY, LATENT, MAX_INDEX, check_supported
 from pallas_kernels.mla.prefill_attend import attend
-from pallas_kernels.mla.prefill_block import ENTRY, LATENT, QUERIES, TILE
-
-_MAX_INDEX = 2**31 - 1  # entries of the pool, and visible (slot, head) pairs, are counted in int32
+from pallas_kernels.mla.prefill_block import QUERIES
 
 
 def mla_prefill(
@@ -37,19 +36,9 @@ def mla_prefill(
         require_hopper()
     num_tokens, heads, _ = q_TNC.shape
     _, num_pages, page_tokens, _ = pool_ZPWCw.shape
-    if q_TNC.dtype != jnp.bfloat16 or jnp.dtype(dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"takes bfloat16: got {q_TNC.dtype} queries, {dtype} entries")
-    if (q_TNC.shape[-1], latent) != (ENTRY, LATENT):
-        got = f"{q_TNC.shape[-1]} numbers, {latent} of them the value"
-        raise NotImplementedError(
-            f"takes entries of {ENTRY}, {LATENT} of them the value: got {got}"
-        )
-    if page_tokens % TILE:
-        raise NotImplementedError(f"takes pages of a multiple of {TILE} tokens: got {page_tokens}")
-    if scale <= 0:
-        raise NotImplementedError(f"takes a positive scale: got {scale}")
+    check_supported(q_TNC, latent, dtype, page_tokens, scale)
     longest = page_table_SM.shape[1] * page_tokens + num_tokens
-    if max(pool_ZPWCw.size // ENTRY, longest * heads) > _MAX_INDEX:
+    if max(pool_ZPWCw.size // ENTRY, longest * heads) > MAX_INDEX:
         raise NotImplementedError(f"counts entries and pairs in int32: got pool {pool_ZPWCw.shape}")
 
     work_U4 = work_list(row_offsets, computed_S, num_tokens=num_tokens, heads=heads)

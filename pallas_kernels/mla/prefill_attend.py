@@ -10,28 +10,23 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int32, UInt16
 
-from pallas_kernels.mla.prefill_block import (
+from pallas_kernels.mla.mosaic_parts import (
     BF16,
     CHUNK,
     ENTRY,
     F32,
     HALF,
     LATENT,
-    QUERIES,
     RING,
     TILE,
-    WARPGROUPS,
-    attend_block,
+    WORDS,
+    tiles,
 )
-
-WORDS = (jnp.uint16, BF16)  # of the pool, and as numbers
-_TILING = plgpu.TilingTransform((8, CHUNK))  # pyright: ignore[reportAbstractUsage]
-_SWIZZLE = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+from pallas_kernels.mla.prefill_block import QUERIES, WARPGROUPS, attend_block
 
 
 # Jitted, and the position an operand, so that a program of many layers lowers and compiles the
@@ -71,13 +66,13 @@ def attend(
     values, rest = (2, RING, TILE, HALF), (RING, TILE, CHUNK)
     if compiled:
         # What copies into, and what the products see: the same bytes.
-        kv_s = plgpu.RefUnion(*((_tiles(*values, dtype=x), _tiles(*rest, dtype=x)) for x in WORDS))
+        kv_s = plgpu.RefUnion(*((tiles(*values, dtype=x), tiles(*rest, dtype=x)) for x in WORDS))
         chunks = (ENTRY // CHUNK, QUERIES, CHUNK)
-        q_s = plgpu.RefUnion(_tiles(*chunks, tiled=False), _tiles(*chunks), _output())
+        q_s = plgpu.RefUnion(tiles(*chunks, tiled=False), tiles(*chunks), _output())
     else:  # The interpreter would keep unions apart.
         pool_KC = lax.bitcast_convert_type(pool_KC, BF16)
-        kv_s = ((_tiles(*values), _tiles(*rest)),)
-        q_s = (_tiles(ENTRY // CHUNK, QUERIES, CHUNK), _output())
+        kv_s = ((tiles(*values), tiles(*rest)),)
+        q_s = (tiles(ENTRY // CHUNK, QUERIES, CHUNK), _output())
     kernel = plgpu.kernel(
         functools.partial(
             attend_block, heads=heads, page_tokens=page_tokens, factor=scale * math.log2(math.e),
@@ -91,7 +86,7 @@ def attend(
         scratch_types={
             "kv_s": kv_s,
             "q_s": q_s,
-            "weight_s": _tiles(QUERIES, TILE),
+            "weight_s": tiles(QUERIES, TILE),
             "factor_s": plgpu.SMEM((QUERIES,), F32),
             "q_full": plgpu.Barrier(num_arrivals=ENTRY // CHUNK),
             "value_full": plgpu.Barrier(num_barriers=2 * RING),
@@ -104,15 +99,6 @@ def attend(
         interpret=interpret,
     )  # fmt: skip
     return kernel(work_U4, first_page_1, page_table_SM, q_RC, pool_KC)
-
-
-def _tiles(*shape: int, dtype: Any = BF16, tiled: bool = True) -> Any:
-    """Shared memory for operands of `wgmma`.
-
-    A copy between tiled memory and global memory has to start at a multiple of 8 rows there. With
-    rows of `CHUNK` numbers the bytes lie in the same places without the tiling.
-    """
-    return plgpu.SMEM(shape, dtype, transforms=(_TILING, _SWIZZLE) if tiled else (_SWIZZLE,))
 
 
 def _output() -> Any:

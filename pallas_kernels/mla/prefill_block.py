@@ -22,16 +22,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.mla.mosaic_parts import (
+    BF16,
+    CHUNK,
+    ENTRY,
+    F32,
+    HALF,
+    LATENT,
+    RING,
+    TILE,
+    add_product,
+)
+
 QUERIES = 64  # of a block
-TILE = 64  # slots
-ENTRY, LATENT = 576, 512  # numbers of an entry, and of its value part
-CHUNK = 64  # numbers of a row of swizzled shared memory
-HALF = LATENT // 2
-RING = 2  # tiles
 WARPGROUPS = 3
 SOFTMAX_REGISTERS, VALUE_REGISTERS = 152, 176  # of a thread of warpgroup 0, and of the others
 
-BF16, F32 = jnp.bfloat16, jnp.float32
 _TILE = plgpu.Layout.WGMMA
 _ROW = _TILE.reduce(1)
 
@@ -189,7 +195,7 @@ def attend_block(
             def _() -> None:
                 plgpu.barrier_wait(next_scored)
 
-            z = _add_product(
+            z = add_product(
                 z * rows(keep, HALF), weight_s, values_s.at[half, slot], compiled=compiled
             )
             plgpu.barrier_arrive(weight_empty)
@@ -238,16 +244,3 @@ def attend_block(
         def _() -> None:
             plgpu.set_max_registers(VALUE_REGISTERS, action="increase")
             add_values()
-
-
-def _add_product(total: Array, left: Any, right: Any, *, compiled: bool) -> Any:
-    """Return total + left @ right; the interpreter takes no product that starts at a value."""
-    if compiled:
-        product = functools.partial(plgpu.wgmma, a=left, b=right)
-        return pl.run_state(product)(plgpu.ACC.init(total))  # pyright: ignore[reportPrivateImportUsage]
-
-    def product_alone(sums: Any) -> Array:
-        plgpu.wgmma(sums, left, right)
-        return sums[...]
-
-    return total + pl.run_scoped(product_alone, plgpu.ACC((QUERIES, HALF), F32))  # pyright: ignore[reportPrivateImportUsage]

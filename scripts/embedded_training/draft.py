@@ -9,7 +9,6 @@ cross entropy of the text, both less for places further on.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,19 +19,18 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
-from embedded_training import data
-from embedded_training.target import Schedule, Tree, run_batch
+from embedded_training import data, loop
+from embedded_training.loop import Progress, Schedule, Tree
+from embedded_training.target import run_batch
 from k3jax.config import ModelConfig
 from k3jax.draft import model
 from k3jax.draft.config import DraftConfig, MlaShape
-from k3jax.layers import initializer, linear_f32
-from k3jax.params import describe
+from k3jax.layers import linear_f32
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
 
 ANCHORS = 24  # of a sequence
 _GAMMA = 4.0  # places until a loss counts 1/e
-_LOG_EVERY = 25
 
 
 class Score(NamedTuple):
@@ -48,28 +46,16 @@ class Score(NamedTuple):
 
 
 def initial_params(cfg: DraftConfig, seed: int) -> dict[str, dict[str, Array]]:
-    """Random float32 parameters; the Markov head starts without effect."""
-    key = jax.random.key(seed)
-    params: dict[str, dict[str, Array]] = {}
-    for part, specs in describe(cfg).items():
-        params[part] = {}
-        for name, spec in specs.items():
-            key, own = jax.random.split(key)
-            value = initializer(spec)(own, spec.shape, jnp.dtype(jnp.float32))
-            params[part][name] = 0.1 * value if part == "markov" else value
-    return params
+    """Random float32 parameters; the Markov head has little effect at first."""
+    params = loop.initial_params(cfg, seed)
+    return params | {"markov": {name: 0.1 * x for name, x in params["markov"].items()}}
 
 
 def train(
     cfg: DraftConfig, target_cfg: ModelConfig, target: Tree, stream: np.ndarray, schedule: Schedule
-) -> Iterator[tuple[int, float, float, Tree]]:
-    """Yield (step, mean loss since the last, seconds, parameters) from time to time, last at the
-    end."""
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, schedule.peak_rate, min(200, schedule.steps // 10 + 1), schedule.steps,
-        schedule.peak_rate * 0.02,
-    )  # fmt: skip
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
+) -> Iterator[Progress]:
+    """Train at random anchors in random pieces of a stream."""
+    optimizer = loop.optimizer(schedule)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(
@@ -81,19 +67,14 @@ def train(
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params: Tree = initial_params(cfg, schedule.seed)
-    state = optimizer.init(params)
     rng = np.random.default_rng(schedule.seed + 1)
-    begin_s, losses = time.monotonic(), []
-    for number in range(1, schedule.steps + 1):
+
+    def draw() -> tuple[Tree, np.ndarray, np.ndarray]:
         tokens = data.crops(rng, stream, schedule.batch, schedule.tokens)
-        anchors = _anchors(rng, cfg, schedule.batch, schedule.tokens)
-        params, state, loss = step(params, state, target, tokens, anchors)
-        losses.append(loss)
-        if number % _LOG_EVERY == 0 or number == schedule.steps:
-            mean = float(np.mean([float(value) for value in losses]))
-            losses = []
-            yield number, mean, time.monotonic() - begin_s, params
+        return target, tokens, _anchors(rng, cfg, schedule.batch, schedule.tokens)
+
+    params = initial_params(cfg, schedule.seed)
+    return loop.run(schedule, params, optimizer.init(params), step, draw)
 
 
 def held_out_score(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,45 +12,23 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float32, Int32
 
-from embedded_training import data
+from embedded_training import data, loop
 from embedded_training.forward import Output, forward
+from embedded_training.loop import Progress, Schedule, Tree
 from embedded_training.mxfp4 import through
 from k3jax.config import ModelConfig
-from k3jax.layers import initializer
 from k3jax.params import describe
 
-Tree = Mapping[str, Mapping[str, Any]]
 _BALANCE_STEP = 1e-3  # of a router's bias, against the load (loss-free balancing)
-_LOG_EVERY = 25
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How long and how fast to learn.
-
-    Attributes:
-      batch, tokens: sequences of a step, and their length.
-    """
-
-    steps: int
-    batch: int
-    tokens: int
-    peak_rate: float
-    seed: int
 
 
 def initial_params(cfg: ModelConfig, seed: int) -> dict[str, dict[str, Array]]:
-    """Random float32 parameters, except for what is stored as bytes."""
-    key = jax.random.key(seed)
-    params: dict[str, dict[str, Array]] = {}
-    for part, specs in describe(cfg).items():
-        params[part] = {}
-        for name, spec in specs.items():
-            key, own = jax.random.split(key)
-            value = initializer(spec)(own, spec.shape, jnp.dtype(jnp.float32))
-            if name == "dt_bias":  # slow decay at first: states that remember
-                value = jax.random.uniform(own, spec.shape, jnp.float32, -6.0, -1.0)
-            params[part][name] = value
+    """Random float32 parameters; states that remember, since their decay is slow at first."""
+    params = loop.initial_params(cfg, seed)
+    bias = params["kda"]["dt_bias"]
+    params["kda"]["dt_bias"] = jax.random.uniform(
+        jax.random.key(seed), bias.shape, jnp.float32, -6.0, -1.0
+    )
     return params
 
 
@@ -87,19 +63,9 @@ def loss_of(
     return jnp.mean(losses), jnp.sum(out.load, axis=0)
 
 
-def train(
-    cfg: ModelConfig, stream: np.ndarray, schedule: Schedule
-) -> Iterator[tuple[int, float, float, Tree]]:
-    """Yield (step, mean loss since the last, seconds, parameters) from time to time, last at the
-    end."""
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, schedule.peak_rate, min(200, schedule.steps // 10 + 1), schedule.steps,
-        schedule.peak_rate * 0.02,
-    )  # fmt: skip
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=_decays),
-    )
+def train(cfg: ModelConfig, stream: np.ndarray, schedule: Schedule) -> Iterator[Progress]:
+    """Train on random pieces of a stream."""
+    optimizer = loop.optimizer(schedule, weight_decay=0.1, mask=_decays)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Tree, state: Any, tokens: Array) -> tuple[Tree, Any, Array]:
@@ -111,18 +77,13 @@ def train(
         bias = bias + _BALANCE_STEP * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
         return {**params, "moe": {**params["moe"], "router_bias": bias}}, state, loss
 
-    params: Tree = initial_params(cfg, schedule.seed)
-    state = optimizer.init(params)
     rng = np.random.default_rng(schedule.seed)
-    begin_s, losses = time.monotonic(), []
-    for number in range(1, schedule.steps + 1):
-        tokens = data.crops(rng, stream, schedule.batch, schedule.tokens + 1)
-        params, state, loss = step(params, state, tokens)
-        losses.append(loss)
-        if number % _LOG_EVERY == 0 or number == schedule.steps:
-            mean = float(np.mean([float(value) for value in losses]))
-            losses = []
-            yield number, mean, time.monotonic() - begin_s, params
+
+    def draw() -> tuple[np.ndarray]:
+        return (data.crops(rng, stream, schedule.batch, schedule.tokens + 1),)
+
+    params = initial_params(cfg, schedule.seed)
+    return loop.run(schedule, params, optimizer.init(params), step, draw)
 
 
 def held_out_loss(
