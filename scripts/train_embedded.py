@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 if str(CHECKOUT) not in sys.path:
@@ -30,6 +31,7 @@ from embedded_training.export import released_tensors  # noqa: E402
 
 from k3jax.config import ModelConfig  # noqa: E402
 from k3jax.draft.config import DraftConfig  # noqa: E402
+from k3jax.params import AnyConfig  # noqa: E402
 from k3jax.weights.embedded import NUM_RANKS, write_tokenizer  # noqa: E402
 from k3jax.weights.synthetic import write_tensors  # noqa: E402
 
@@ -60,6 +62,9 @@ def main() -> int:
     params = _follow("model", target.train(dense, corpus.train, plan["model"]), curves)
     loss = target.held_out_loss(params, dense, corpus.held_out, *size)
     print(f"held out: {loss:.4f} nats, {loss / math.log(2):.3f} bits a byte", flush=True)
+    _write(args.out / "model", cfg, config.model_config(), params)
+    write_tokenizer(args.out / "model")
+
     frozen = jax.jit(lambda p: target.computed(p, dense))(params)
     draft_params = _follow(
         "draft", draft.train(draft_cfg, dense, frozen, corpus.train, plan["draft"]), curves
@@ -67,14 +72,7 @@ def main() -> int:
     score = draft.held_out_score(draft_params, draft_cfg, dense, frozen, corpus.held_out, *size)
     print("taken, by place: ", np.round(score.agree, 3).tolist(), flush=True)
 
-    for name, a_cfg, a_config, a_tree in (
-        ("model", cfg, config.model_config(), params),
-        ("draft", draft_cfg, config.draft_config(), draft_params),
-    ):
-        folder = args.out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder, a_config, released_tensors(a_cfg, a_tree), num_shards=1)
-    write_tokenizer(args.out / "model")
+    _write(args.out / "draft", draft_cfg, config.draft_config(), draft_params)
     record = {
         "seed": args.seed,
         "schedules": {name: dataclasses.asdict(schedule) for name, schedule in plan.items()},
@@ -89,6 +87,12 @@ def main() -> int:
     }
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def _write(folder: Path, cfg: AnyConfig, hf_config: dict[str, Any], params: loop.Tree) -> None:
+    """Write a checkpoint of one shard in the released layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder, hf_config, released_tensors(cfg, params), num_shards=1)
 
 
 def _follow(
@@ -108,8 +112,8 @@ def _parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--steps", type=int, default=2500, help="of the model")
-    parser.add_argument("--draft-steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1300, help="of the model")
+    parser.add_argument("--draft-steps", type=int, default=900)
     parser.add_argument("--seed", type=int, default=20261201)
     parser.add_argument("--smoke", action="store_true", help="three short steps of each")
     return parser.parse_args()
