@@ -187,7 +187,8 @@ def test_replicas_are_packed_one_after_the_other_and_an_idle_one_is_padding():
     arrays = unpack(idle, DECODE.bucket)
     np.testing.assert_array_equal(arrays["slots"], SCRATCH_SLOT)
     np.testing.assert_array_equal(arrays["top_p"], 1)
-    for name in arrays.keys() - {"slots", "top_p"}:
+    np.testing.assert_array_equal(arrays["repetition"], 1)
+    for name in arrays.keys() - {"slots", "top_p", "repetition"}:
         assert not arrays[name].any(), name
 
 
