@@ -6,7 +6,7 @@ string are part of the answer, since clients get ids; whoever makes text of them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from serving.request import SamplingParams
@@ -24,7 +24,7 @@ class StopMatcher:
     """Looks for the stop strings of one request. To be asked about each of its tokens once.
 
     A string counts when its last character is complete, and only if the token that completes it
-    comes after `min_tokens` others. Of several at one token the one that begins first counts.
+    comes after `min_tokens` others. Of several the one that ends first counts, then the longest.
 
     Args:
       sampling: of the request.
@@ -44,14 +44,10 @@ class StopMatcher:
             text = self._text.push((token,))
             seen = self._tail + text
             if text and self._num_free < 0:
-                # Only what ends in the new text is new.
-                old = len(self._tail)
-                places = [
-                    (seen.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stops
-                ]
-                found = [(place, stop) for place, stop in places if place >= 0]
-                if found:
-                    return Match(count, min(found, key=lambda one: one[0])[1])
+                # What ends in the old text has been seen before.
+                found = _first(seen, self._stops, len(self._tail) + 1)
+                if found is not None:
+                    return Match(count, found[1])
             self._tail = seen[max(0, len(seen) - self._most) :]
         return None
 
@@ -62,8 +58,8 @@ class StopCutter:
     What may be the beginning of one is held back until it is clear.
     """
 
-    def __init__(self, stops: Iterable[str]):
-        self._stops: tuple[str, ...] = tuple(stops)
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
         self._held: str = ""
         self.has_ended = False
 
@@ -72,11 +68,11 @@ class StopCutter:
         if self.has_ended:
             return ""
         text = self._held + text
-        places = [text.find(stop) for stop in self._stops if stop in text]
-        if places:
+        found = _first(text, self._stops, 0)
+        if found is not None:
             self.has_ended = True
             self._held = ""
-            return text[: min(places)]
+            return text[: found[0]]
         num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
@@ -85,6 +81,14 @@ class StopCutter:
         """Return what was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
+
+
+def _first(text: str, stops: Sequence[str], least_end: int) -> tuple[int, str] | None:
+    """The string that ends first, at `least_end` or later, and where it begins."""
+    places = ((text.find(stop, max(0, least_end - len(stop))), stop) for stop in stops)
+    found = ((place + len(stop), place, stop) for place, stop in places if place >= 0)
+    first = min(found, default=None)
+    return first and first[1:]
 
 
 def _overlap(text: str, stop: str) -> int:
