@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
@@ -86,7 +87,8 @@ def choose(
             lambda: logits_SXV,
         )
         choice = drawn(logits)
-        return choice, lax.cond(asked.logprobs, lambda: logprobs(choice), lambda: none)
+        with jax.named_scope("logprobs"):
+            return choice, lax.cond(asked.logprobs, lambda: logprobs(choice), lambda: none)
 
     return lax.cond(
         is_drawn | asked.adjusted | asked.logprobs, general, lambda: (greedy(logits_SXV), none)
@@ -99,8 +101,9 @@ def scored(run: Run, fields: Mapping[str, Array], asked: Asked) -> Int32[Array, 
     shape = (lax.axis_size(DP), tokens, packed_width(run.model.cfg.vocab_size))
     if not tokens:
         return jnp.zeros(shape, jnp.int32)
-    return lax.cond(
-        asked.scored,
-        lambda: collectives.gather_replicas(prompt_logprobs(run, fields["following"])),
-        lambda: jnp.zeros(shape, jnp.int32),
-    )
+    with jax.named_scope("logprobs"):
+        return lax.cond(
+            asked.scored,
+            lambda: collectives.gather_replicas(prompt_logprobs(run, fields["following"])),
+            lambda: jnp.zeros(shape, jnp.int32),
+        )

@@ -61,9 +61,8 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
         )
         result = jnp.concatenate([*drawn.result, run.load])
         with jax.named_scope("result"):
-            arrays = StepArrays(
-                collectives.gather_replicas(result), drawn.logprobs, scored(run, fields, asked)
-            )
+            result = collectives.gather_replicas(result)
+        arrays = StepArrays(result, drawn.logprobs, scored(run, fields, asked))
         return drawn.pool[None], buffers, arrays
 
     return _jit(program, mesh, bucket, step, StepArrays(*[PartitionSpec()] * 3))
