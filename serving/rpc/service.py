@@ -93,6 +93,7 @@ class EngineService(protocol.Servicer):
         self._tokenizer, self._bundle, self._draw_seed = tokenizer, bundle, draw_seed
         self._bridge = OutputBridge(asyncio.get_running_loop())
         self._calls: dict[str, _Call] = {}
+        self._live_ids: set[str] = set()  # of requests in the engine, one for each answer
         self._start_s = time.monotonic()
         self._rates = [loads.RateMeter(self._start_s) for _ in range(config.num_replicas)]
         self._last_request_time = 0.0
@@ -266,14 +267,15 @@ class EngineService(protocol.Servicer):
           RequestError: the id is live (KF-V01), the engine could not take one more (KF-V07), or
             there are too many answers to give.
         """
-        if request_id in self._calls:
+        limits = served.limits
+        limit = self._config.num_replicas * limits.max_rows + limits.max_waiting
+        num_choices = convert.num_choices(params, most=limit)
+        ids = [request_id, *(f"{request_id}#{index}" for index in range(1, num_choices))]
+        if not self._live_ids.isdisjoint(ids):
             raise RequestError(
                 "ALREADY_EXISTS",
                 f"request_id is in use: got {request_id!r}; expected one that no live request has",
             )
-        limits = served.limits
-        limit = self._config.num_replicas * limits.max_rows + limits.max_waiting
-        num_choices = convert.num_choices(params, most=limit)
         if self.num_open >= limit:
             raise RequestError(
                 "RESOURCE_EXHAUSTED",
@@ -281,7 +283,6 @@ class EngineService(protocol.Servicer):
                 f"expected fewer than {limit}; retry later",
             )
         engine, arrived = served.engine, asyncio.Event()
-        ids = [request_id, *(f"{request_id}#{index}" for index in range(1, num_choices))]
         streams = {
             id: OutputStream(
                 max_tokens=self._config.output_buffer_tokens,
@@ -292,11 +293,13 @@ class EngineService(protocol.Servicer):
             for id in ids
         }
         call = self._calls[request_id] = _Call(streams, arrived)
+        self._live_ids.update(ids)
         self._idle.clear()
         try:
             yield call
         finally:
             del self._calls[request_id]
+            self._live_ids.difference_update(ids)
             if not self._calls:
                 self._idle.set()
             engine.abort(ids)

@@ -252,10 +252,12 @@ def _try_admit(
 
 def _controls(entry: Waiting, slot: int) -> tuple[RowControls, ...]:
     """What the device has to know of a request that is admitted, besides its tokens."""
-    sampling, biases = entry.request.sampling, entry.request.biases
-    if sampling.has_penalties:
-        return (RowControls(slot, entry.request.prompt, entry.output.tokens(), biases),)
-    return (RowControls(slot, (), (), biases),) if biases else ()
+    request = entry.request
+    if request.sampling.has_penalties:
+        return (RowControls(slot, request.prompt, entry.output.tokens(), request.biases),)
+    if request.sampling.has_biases:
+        return (RowControls(slot, (), (), request.biases),)
+    return ()
 
 
 def _free_slot(state: SchedulerState, limits: Limits) -> int:

@@ -3,6 +3,7 @@ of a float64 model with the definitions written out, whatever the company."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -127,6 +128,22 @@ def test_kf_c13_penalties_survive_a_preemption() -> None:
         assert crowded.tokens(f"r{index}") == run(index, max_tokens=70).tokens(f"r{index}")
 
 
+def test_what_a_slot_held_before_is_forgotten() -> None:
+    one = driver()
+    one.submit(request(3))
+    one.finish()
+    # Nothing ends this answer early, so nothing is banned, though it says min_tokens.
+    plain = plain_request(1)
+    sampling = dataclasses.replace(plain.sampling, min_tokens=5, frequency_penalty=1e-9)
+    one.submit(dataclasses.replace(plain, sampling=sampling))
+    one.finish()
+    assert one.tokens("r1") == solo(1, 0.0)
+    one.submit(dataclasses.replace(plain, request_id="b", sampling=dataclasses.replace(
+        plain.sampling, min_tokens=5)))  # fmt: skip
+    one.finish()
+    assert one.tokens("b") == solo(1, 0.0)
+
+
 def prompt_logprobs(outputs: list[Output]) -> tuple[Any, ...]:
     """What the first output tells of the prompt; the others tell nothing."""
     first, *others = outputs
@@ -165,6 +182,23 @@ def test_prompt_log_probabilities_of_a_chunked_prompt_that_could_be_reused() -> 
     reusing.finish()
     assert reusing.outputs["plain"][-1].cached_tokens > 0  # what they computed serves others
     assert not reusing.outputs["plain"][-1].prompt_logprobs
+
+
+def test_kf_v16_log_probabilities_are_the_models_own_whatever_is_masked() -> None:
+    base = plain_request(1)
+    first = solo(1, 0.0)[0]
+    sampling = SamplingParams(
+        temperature=1.0, top_k=1, seed=0, max_tokens=1, logit_bias=((first, -100.0),), logprobs=5
+    )
+    one = driver()
+    one.submit(dataclasses.replace(base, sampling=sampling))
+    one.finish()
+    (told,) = one.outputs["r1"][-1].logprobs
+    logits = logits_of(base.prompt)[-1]
+    (token,) = one.tokens("r1")
+    assert token == np.argsort(-logits)[1]
+    assert told.top_ids[0] == first
+    check_logprobs(told, logits, token, 5)
 
 
 def test_kf_v20_asking_for_anything_compiles_nothing() -> None:

@@ -103,6 +103,9 @@ async def test_several_answers_are_refused_or_aborted_together():
         await harness.until(lambda: harness.counts().running == 2)
         for request_id in ("a", "a#1"):  # they keep their rows
             harness.engine.pause(request_id)
+        for taken in (request("a", n=2), request("a#1"), request("a#2")):
+            status, text, _ = await status_of(harness.stub.Generate(taken))
+            assert (status, "in use" in text) == ("ALREADY_EXISTS", True)
         status, text, _ = await status_of(harness.stub.Generate(request("b", n=5)))
         assert (status, "queue is full" in text) == ("RESOURCE_EXHAUSTED", True)
         await harness.until(lambda: harness.counts().waiting == 1)
