@@ -9,6 +9,7 @@ from typing import Any
 
 Line = Mapping[str, Any]
 
+_MARKERS = {"dspark": "*", "ngram": "s"}
 NEAR = 0.03  # logits that are as far apart, as a share of the largest, may swap in bfloat16
 
 
@@ -136,47 +137,43 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     from matplotlib.figure import Figure
 
     mpl.rcParams.update({"svg.hashsalt": "k3jax", "font.size": 9})
-    figure = Figure(figsize=(10.5, 3.5), layout="constrained")
-    accepted, speed, places = figure.subplots(1, 3)
+    figure = Figure(figsize=(10.5, 3.6), layout="constrained")
+    accepted, speed, places = panels = figure.subplots(1, 3)
     for number, (name, rows) in enumerate(_by_workload(lines).items()):
         color, plain = f"C{number}", _plain(rows)
         fixed = [row for row in rows if row["drafter"] != "ngram" and not row["draft_cost"]]
+        if not fixed:
+            continue
         counts = [row["num_drafts"] for row in fixed]
-        accepted.plot(
-            counts, [row["accepted_per_step"] for row in fixed], "o-", color=color, label=name
-        )
         ups = [speed_ups(row, plain) for row in fixed]
-        speed.plot(counts, [one[0] for one in ups], "o-", color=color, label=f"{name}, measured")
-        if all(one[2] is not None for one in ups):
-            speed.plot(
-                counts, [one[2] for one in ups], "--", color=color, label="device alone", alpha=0.7
-            )
+        tokens = [row["accepted_per_step"] for row in fixed]
+        accepted.plot(counts, tokens, "o-", color=color, label=name)
+        speed.plot(counts, [measured for measured, *_ in ups], "o-", color=color)
+        speed.plot(counts, [device for *_, device in ups], "--", color=color)
         for row in rows:
-            if row in fixed:
-                continue
-            marker, label = ("s", "n-gram") if row["drafter"] == "ngram" else ("*", "adaptive")
-            shown = row["num_drafts"]
-            accepted.plot(shown, row["accepted_per_step"], marker, color=color, mfc="none")
-            if plain is not None:
-                speed.plot(
-                    shown, speed_ups(row, plain)[0], marker, color=color, mfc="none", label=label
-                )
-        widest = max(fixed, key=lambda row: row["num_drafts"])
-        shares = _shares(widest)
+            if row not in fixed:
+                style = {"marker": _MARKERS[row["drafter"]], "color": color, "mfc": "none"}
+                accepted.plot(row["num_drafts"], row["accepted_per_step"], **style)
+                speed.plot(row["num_drafts"], speed_ups(row, plain)[0], **style)
+        shares = _shares(max(fixed, key=lambda row: row["num_drafts"]))
         places.plot(range(1, 1 + len(shares)), [100 * one for one in shares], "o-", color=color)
     most = max(line["num_drafts"] for line in lines)
-    accepted.plot([0, most], [1, 1 + most], ":", color="0.5", label="all stay")
+    accepted.plot([0, most], [1, 1 + most], ":", color="0.5", label="if all stayed")
     speed.axhline(1, color="0.5", linestyle=":")
-    for panel, x, y in (
-        (accepted, "drafts", "accepted tokens of a step"),
-        (speed, "drafts", "speed-up"),
-        (places, "place of the draft", "drafts that stay, %"),
-    ):
+    # Of the styles, whatever the color.
+    speed.plot([], [], "--", color="0.5", label="accepted tokens over the device's time")
+    for drafter, label in (("dspark", "adaptive"), ("ngram", "n-gram")):
+        speed.plot([], [], _MARKERS[drafter], color="0.5", mfc="none", label=label)
+    labels = (
+        ("drafts", "accepted tokens of a step"),
+        ("drafts", "speed-up"),
+        ("place of the draft", "drafts that stay, %"),
+    )
+    for panel, (x, y) in zip(panels, labels, strict=True):
         panel.set_xlabel(x)
         panel.set_ylabel(y)
         panel.set_ylim(bottom=0)
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.3)
-    accepted.legend(frameon=False, fontsize=8)
-    speed.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, format="svg", metadata={"Date": None})
