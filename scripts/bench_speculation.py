@@ -15,7 +15,7 @@ way has compiled steps of its own; all take turns in one process, so a disturban
 What is printed of decoding, that is from an answer's first token on:
 
 * accepted tokens of a step: the drafts that stay and the token that the model writes behind them,
-  so 1 without drafts; mean of all steps;
+  so 1 without drafts; mean of all steps, and what an answer's end cuts off counts;
 * acceptance by place: the share of the steps with a draft at that place in which it stayed;
 * tokens a second, as the client of the engine gets them, and the median time of a step there;
 * the time of a full step on the device alone. Its ratio to that without drafts is what a step with
@@ -51,23 +51,27 @@ from serving.options import DEFAULT_NGRAM_DRAFTS  # noqa: E402
 
 def main() -> int:
     args = _parse_args()
-    if args.report is not None:
-        found = [json.loads(line) for line in args.report.read_text().splitlines()]
-    else:
-        if args.compile_cache is not None:  # before jax is imported
-            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(args.compile_cache)
-            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        from speculation_bench.run import run
-
-        try:
-            found = run(args, _circumstances(args))
-        except (ValueError, OSError) as error:
-            print(f"bench_speculation.py: {error}", file=sys.stderr)
-            return 2
+    try:
+        if args.report is not None:
+            found = [json.loads(line) for line in args.report.read_text().splitlines()]
+        else:
+            found = _measure(args)
+    except (ValueError, OSError) as error:
+        print(f"bench_speculation.py: {error}", file=sys.stderr)
+        return 2
     print(report.tables(found))
     if args.plot is not None:
         report.plot(found, args.plot)
     return int(report.has_failed(found))
+
+
+def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.compile_cache is not None:  # before jax is imported
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(args.compile_cache)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    from speculation_bench.run import run
+
+    return run(args, _circumstances(args))
 
 
 def _circumstances(args: argparse.Namespace) -> dict[str, Any]:

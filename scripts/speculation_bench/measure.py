@@ -19,7 +19,7 @@ from serving.page_table import empty_table
 from serving.plan import GroupPlan, GroupResult, Output, RowPlan, StepPlan
 from serving.request import Request, SamplingParams
 
-_CHAINS, _CHAIN_STEPS = 5, 30
+_CHAINS, _CHAIN_S, _MOST_STEPS = 5, 0.1, 30
 _STOP_S = 5.0
 
 
@@ -196,11 +196,12 @@ def device_step_s(built: Built, row: RowPlan, tokens: Sequence[int]) -> float:
     plan = GroupPlan(step_id=0, bucket=bucket, plans=(step,))
     packed = pack_group(plan, built.model.program.num_recurrent_groups, 1)
 
-    def chain() -> float:
+    def chain(num_steps: int) -> float:
         start_s = time.perf_counter()
-        results = [built.model.run(bucket, packed) for _ in range(_CHAIN_STEPS)]
+        results = [built.model.run(bucket, packed) for _ in range(num_steps)]
         results[-1].block_until_ready()
-        return (time.perf_counter() - start_s) / _CHAIN_STEPS
+        return (time.perf_counter() - start_s) / num_steps
 
-    chain()
-    return statistics.median(chain() for _ in range(_CHAINS))
+    chain(1)
+    num_steps = max(2, min(_MOST_STEPS, int(_CHAIN_S / chain(1))))
+    return statistics.median(chain(num_steps) for _ in range(_CHAINS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import sys
@@ -28,6 +29,7 @@ from sharding.devices import prepare_devices
 _WARM_UP_TOKENS = 20
 _GRACE_S = 5.0  # for what has begun when time is up
 _Line = dict[str, Any]
+_Tokens = tuple[tuple[int, ...], ...]
 
 
 def run(args: argparse.Namespace, known: Mapping[str, Any]) -> list[_Line]:
@@ -179,26 +181,25 @@ class Run:
 
     def compare(self, scorer: Scorer | None) -> None:
         """Compare greedy answers with those without drafts."""
-        for workload in {case.workload.name: case.workload for case in self.cases}.values():
-            mine = [case for case in self.cases if case.workload is workload and case.rounds]
-            plain = next((case for case in mine if case.variant.drafter == "none"), None)
-            if plain is None or not workload.is_greedy:
-                continue
+        measured = [case for case in self.cases if case.workload.is_greedy and case.rounds]
+        for plain in [case for case in measured if case.variant.drafter == "none"]:
             expected = plain.rounds[0].tokens
+            gap = functools.partial(self._gap, scorer, plain.workload.prompts, expected)
+            for case in measured:
+                if case.workload is plain.workload:
+                    case.compare(expected, gap)
 
-            def gap(
-                prompt: int, place: int, token: int, workload: Workload = workload,
-                expected: tuple[tuple[int, ...], ...] = expected,
-            ) -> float | None:  # fmt: skip
-                if scorer is None or time.monotonic() > self._end_s:
-                    return None
-                known = (*workload.prompts[prompt], *expected[prompt][:place])
-                logits = scorer.score(np.array(known, np.int32))[-1]
-                apart = abs(logits[token] - logits[expected[prompt][place]])
-                return float(apart / np.abs(logits).max())
-
-            for case in mine:
-                case.compare(expected, gap)
+    def _gap(
+        self, scorer: Scorer | None, prompts: _Tokens, expected: _Tokens,
+        prompt: int, place: int, token: int,
+    ) -> float | None:  # fmt: skip
+        """See `Case.compare`."""
+        if scorer is None or time.monotonic() > self._end_s + _GRACE_S:
+            return None
+        known = (*prompts[prompt], *expected[prompt][:place])
+        logits = scorer.score(np.array(known, np.int32))[-1]
+        apart = abs(logits[token] - logits[expected[prompt][place]])
+        return float(apart / np.abs(logits).max())
 
     def lines(self) -> list[_Line]:
         return [
