@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from serving.page_table import InUse
 from serving.plan import Output
+from serving.profiler import Profiler, ProfilerStateError
 from serving.request import Request, RequestError
 from serving.rpc import convert, loads, protocol
 from serving.rpc.bundle import Bundle, bundle_pieces
@@ -245,14 +246,41 @@ class EngineService(protocol.Servicer):
         raise _unsupported("Embed", "the model generates text and has no embedding output")
 
     @at_edge
-    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> NoReturn:
-        """Not there: profiles are taken with a script."""
-        raise _unsupported("StartProfile", "profiles are taken with scripts/trace.py")
+    async def StartProfile(
+        self, request: common.StartProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """Trace steps of the engine with XLA's profiler."""
+        profiler = self._require_profiler()
+        convert.check_profile_fields(request)
+        try:
+            profile = profiler.start(
+                output_dir=request.output_dir,
+                start_step=request.start_step,
+                num_steps=request.num_steps if request.HasField("num_steps") else None,
+                with_python=request.with_stack,
+            )
+        except ProfilerStateError as error:
+            return common.ProfileResponse(success=False, message=str(error))
+        return common.ProfileResponse(success=True, message=f"writes to {profile.folder}")
 
     @at_edge
-    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> NoReturn:
-        """Not there: profiles are taken with a script."""
-        raise _unsupported("StopProfile", "profiles are taken with scripts/trace.py")
+    async def StopProfile(
+        self, request: common.StopProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """End the trace and write it."""
+        profiler = self._require_profiler()
+        try:
+            folder = await asyncio.to_thread(profiler.stop)
+        except ProfilerStateError as error:
+            return common.ProfileResponse(success=False, message=str(error))
+        message = "no step was traced" if folder is None else f"written to {folder}"
+        return common.ProfileResponse(success=folder is not None, message=message)
+
+    def _require_profiler(self) -> Profiler:
+        profiler = self._lifecycle.require_served().profiler
+        if profiler is None:
+            raise RequestError("UNIMPLEMENTED", "profiles are not supported: nothing to trace")
+        return profiler
 
     @contextlib.contextmanager
     def _open(self, served: Served, request_id: str) -> Generator[_Call]:
