@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from serving.request import MAX_UINT32, RequestError, SamplingParams
-from serving.rpc.protocol import messages
+from serving.rpc.protocol import common, messages
 from serving.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 512
@@ -89,6 +89,24 @@ SAMPLING_FIELDS: Mapping[str, Rule] = {
     "choice": Refused(),
     "grammar_from_first_token": Refused(),
 }
+PROFILE_FIELDS: Mapping[str, Rule] = {
+    "output_dir": Honoured(),
+    "start_step": Honoured(),
+    "num_steps": Honoured(),
+    "activities": Honoured("a trace has the host and all devices"),
+    "with_stack": Honoured(),
+    "record_shapes": Honoured("shapes are part of every trace"),
+    "profile_by_stage": Refused(neutral=(False,)),
+}
+
+
+def check_profile_fields(request: common.StartProfileRequest) -> None:
+    """Refuse what the profiler does not do.
+
+    Raises:
+      RequestError: UNIMPLEMENTED, naming the field.
+    """
+    _check_message(request, PROFILE_FIELDS)
 
 
 def check_fields(request: messages.GenerateRequest) -> None:

@@ -20,12 +20,14 @@ from typing import NoReturn
 
 from serving.page_table import InUse
 from serving.plan import Output
+from serving.profiler import Profiler, ProfilerStateError
 from serving.request import Request, RequestError
 from serving.rpc import convert, loads, protocol
 from serving.rpc.bundle import Bundle, bundle_pieces
 from serving.rpc.edge import Context, at_edge
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.logs import log_event
+from serving.rpc.metrics import Metrics, RequestMetrics
 from serving.rpc.model_info import ModelInfo
 from serving.rpc.protocol import common, messages
 from serving.rpc.replies import Choice, check_size
@@ -77,6 +79,9 @@ class EngineService(protocol.Servicer):
     Args:
       tokenizer, bundle: None when the model folder has none.
       draw_seed: a fresh uint32 for a request without a seed.
+
+    Attributes:
+      metrics: of the calls, and of the engine.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class EngineService(protocol.Servicer):
     ):
         self._config, self._info, self._lifecycle = config, info, lifecycle
         self._tokenizer, self._bundle, self._draw_seed = tokenizer, bundle, draw_seed
+        self.metrics = Metrics(lifecycle)
         self._bridge = OutputBridge(asyncio.get_running_loop())
         self._calls: dict[str, _Call] = {}
         self._live_ids: set[str] = set()  # of requests in the engine, one for each answer
@@ -118,8 +124,13 @@ class EngineService(protocol.Servicer):
     @at_edge
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
         """Stream the answer to one prompt, or send it whole."""
-        begin = time.monotonic()
         self._last_request_time = time.time()
+        with self.metrics.request() as measured:
+            await self._generate(request, context, measured)
+
+    async def _generate(
+        self, request: messages.GenerateRequest, context: Context, measured: RequestMetrics
+    ) -> None:
         served = self._lifecycle.require_served()
         convert.check_fields(request)
         request_id = request.request_id or uuid.uuid4().hex
@@ -129,9 +140,9 @@ class EngineService(protocol.Servicer):
                 await self._submit(served, call, parsed)
                 # Headers go out with the first message: what is refused is refused before it.
                 choices = [Choice(index, one, request.stream) for index, one in enumerate(parsed)]
-                output = await _forward(call, choices, context)
+                output = await _forward(call, choices, context, measured)
         except asyncio.CancelledError:
-            seconds = time.monotonic() - begin
+            seconds = time.monotonic() - measured.begin_s
             log_event("request_cancelled", request_id=request_id, seconds=seconds)
             raise
         log_event(
@@ -141,7 +152,7 @@ class EngineService(protocol.Servicer):
             prompt_tokens=output.prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=output.cached_tokens,
-            seconds=time.monotonic() - begin,
+            seconds=time.monotonic() - measured.begin_s,
         )
 
     @at_edge
@@ -248,14 +259,41 @@ class EngineService(protocol.Servicer):
         raise _unsupported("Embed", "the model generates text and has no embedding output")
 
     @at_edge
-    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> NoReturn:
-        """Not there: profiles are taken with a script."""
-        raise _unsupported("StartProfile", "profiles are taken with scripts/trace.py")
+    async def StartProfile(
+        self, request: common.StartProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """Trace steps of the engine with XLA's profiler."""
+        profiler = self._require_profiler()
+        convert.check_profile_fields(request)
+        try:
+            profile = profiler.start(
+                output_dir=request.output_dir,
+                start_step=request.start_step,
+                num_steps=request.num_steps if request.HasField("num_steps") else None,
+                with_python=request.with_stack,
+            )
+        except ProfilerStateError as error:
+            return common.ProfileResponse(success=False, message=str(error))
+        return common.ProfileResponse(success=True, message=f"writes to {profile.folder}")
 
     @at_edge
-    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> NoReturn:
-        """Not there: profiles are taken with a script."""
-        raise _unsupported("StopProfile", "profiles are taken with scripts/trace.py")
+    async def StopProfile(
+        self, request: common.StopProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """End the trace and write it."""
+        profiler = self._require_profiler()
+        try:
+            folder = await asyncio.to_thread(profiler.stop)
+        except ProfilerStateError as error:
+            return common.ProfileResponse(success=False, message=str(error))
+        message = "no step was traced" if folder is None else f"written to {folder}"
+        return common.ProfileResponse(success=folder is not None, message=message)
+
+    def _require_profiler(self) -> Profiler:
+        profiler = self._lifecycle.require_served().profiler
+        if profiler is None:
+            raise RequestError("UNIMPLEMENTED", "profiles are not supported: nothing to trace")
+        return profiler
 
     @contextlib.contextmanager
     def _open(
@@ -362,7 +400,9 @@ class EngineService(protocol.Servicer):
             await asyncio.wrap_future(future)
 
 
-async def _forward(call: _Call, choices: Sequence[Choice], context: Context) -> Output:
+async def _forward(
+    call: _Call, choices: Sequence[Choice], context: Context, measured: RequestMetrics
+) -> Output:
     """Send outputs to the client as they come, or each answer at its end; return the last one.
 
     Raises:
@@ -371,6 +411,7 @@ async def _forward(call: _Call, choices: Sequence[Choice], context: Context) -> 
     num_open, streams = len(choices), tuple(call.streams.values())
     while True:
         for index, output in await next_outputs(streams, call.arrived):
+            measured.passed(output)
             if output.error is not None:
                 raise RequestError(output.error.status, output.error.message)
             for message in choices[index].replies(output):

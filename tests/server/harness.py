@@ -20,6 +20,7 @@ from serving.counts import Counts
 from serving.engine import Engine
 from serving.page_table import CachePolicy, empty_table
 from serving.plan import StepResult
+from serving.profiler import ProfiledExecutor, Profiler
 from serving.rpc.bundle import build_bundle
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.model_info import ModelInfo
@@ -179,6 +180,7 @@ def fake_load(
     num_pages: int = 100,
     num_replicas: int = 1,
     policy: CachePolicy | None = None,
+    profiler: Profiler | None = None,
     **limits: int,
 ) -> Callable[[OnFailure], Served]:
     """A load that takes no time. `limits` are those of `fake_limits`; the default `policy` is to
@@ -194,8 +196,11 @@ def fake_load(
 
     def load(on_failure: OnFailure) -> Served:
         table = empty_table(geometry, num_pages, policy)
-        engine = Engine(devices, bounds, [table] * num_replicas, on_failure=on_failure)
-        return Served(engine=engine, limits=bounds, page_tokens=geometry.page_tokens)
+        profiled = ProfiledExecutor(devices, profiler) if profiler else devices
+        engine = Engine(profiled, bounds, [table] * num_replicas, on_failure=on_failure)
+        return Served(
+            engine=engine, limits=bounds, page_tokens=geometry.page_tokens, profiler=profiler
+        )
 
     return load
 

@@ -133,7 +133,6 @@ async def test_log_probabilities_come_with_their_tokens():
         assert [list(top.token_ids) for top in told.top_logprobs] == [[0, 1]] * len(chunk.token_ids)
         assert [list(top.values) for top in told.top_logprobs] == [[-1, -2]] * len(chunk.token_ids)
     first, *others = streamed.chunks
-    assert others
     assert not any(chunk.HasField("input_logprobs") for chunk in others)
     prompt = first.input_logprobs
     assert list(prompt.token_ids) == list(PROMPT)
@@ -147,7 +146,9 @@ async def test_log_probabilities_come_with_their_tokens():
     assert whole.complete.input_logprobs == prompt
     assert list(whole.complete.output_logprobs.token_ids) == list(streamed.token_ids)
     assert all(not chunk.output_logprobs.top_logprobs for chunk in bare.chunks)
-    assert all(len(chunk.output_logprobs.token_logprobs) == 1 for chunk in bare.chunks)
+    assert all(
+        len(chunk.output_logprobs.token_logprobs) == len(chunk.token_ids) for chunk in bare.chunks
+    )
 
 
 async def test_reply_beyond_four_megabytes_is_refused_before_any_work():
