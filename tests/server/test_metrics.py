@@ -43,6 +43,7 @@ async def test_a_scrape_agrees_with_what_was_answered_refused_and_cancelled():
         assert (await status_of(harness.stub.Generate(request("c", top_p=2.0))))[0]
         call = harness.stub.Generate(request("d", max_tokens=40))
         await call.read()
+        harness.engine.pause("d")  # it runs until the scrape is there
         running = await scrape(port)
         call.cancel()
         await harness.until_idle()
