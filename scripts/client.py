@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import grpc
 
@@ -31,12 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print the answer to a prompt and return the exit code."""
     args = build_parser().parse_args(argv)
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    channel = grpc.insecure_channel(
-        args.address,
-        options=(("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)),
-    )
     try:
-        with channel:
+        with open_channel(args) as channel:
             run(Stub(channel), args)
     except (ClientError, TokenizerError) as error:
         print(f"client.py: error: {error}", file=sys.stderr)
@@ -76,6 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--request-id", default=uuid.uuid4().hex, help="(default: random)")
+    add("--ca", type=Path, metavar="FILE", help="PEM certificates to trust: connect over TLS")
+    add("--cert", type=Path, metavar="FILE", help="PEM certificate to show to the server")
+    add("--key", type=Path, metavar="FILE", help="PEM key of --cert")
     add("--timeout", type=float, metavar="S", help="give up after S seconds (default: never)")
     add(
         "--stats",
@@ -83,6 +83,23 @@ def build_parser() -> argparse.ArgumentParser:
         help="print token counts, reused ones too, and times to stderr at the end",
     )
     return parser
+
+
+def open_channel(args: argparse.Namespace) -> grpc.Channel:
+    """Connect, over TLS if a certificate was given.
+
+    Raises:
+      ClientError: a file cannot be read.
+    """
+    options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+    if args.ca is None and args.cert is None and args.key is None:
+        return grpc.insecure_channel(args.address, options=options)
+    try:
+        ca, key, cert = (path and path.read_bytes() for path in (args.ca, args.key, args.cert))
+    except OSError as error:
+        raise ClientError(f"{error.filename} cannot be read: {error.strerror}") from error
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    return grpc.secure_channel(args.address, credentials, options=options)
 
 
 def run(stub: Stub, args: argparse.Namespace) -> None:

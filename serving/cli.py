@@ -253,7 +253,13 @@ async def _serve(setup: Setup, leader: Leader | None = None) -> None:
         bundle=setup.bundle,
         draw_seed=lambda: secrets.randbits(32),
     )
-    config = ServerConfig(host=options.host, port=options.port, drain_s=options.drain_seconds)
+    config = ServerConfig(
+        host=options.host,
+        port=options.port,
+        tls=setup.tls,
+        max_message_bytes=options.max_message_bytes,
+        drain_s=options.drain_seconds,
+    )
     server = Server(config, service, lifecycle)
     address = await server.open()
     if options.metrics_port is not None:

@@ -217,8 +217,10 @@ async def serving(
     wait_ready: bool = True,
     channel_options: tuple[tuple[str, int], ...] = (),
     draw_seed: Callable[[], int] | None = None,
+    **config: Any,
 ) -> AsyncIterator[Harness]:
-    """Run a server; on the way out it is stopped, and its own errors are the test's to look at."""
+    """Run a server; on the way out it is stopped, and its own errors are the test's to look at.
+    `config` are other values of `ServerConfig`."""
     lifecycle = Lifecycle()
     service = EngineService(
         ServiceConfig(
@@ -234,7 +236,7 @@ async def serving(
         bundle=build_bundle(folder) if folder else None,
         draw_seed=draw_seed or itertools.count(1000).__next__,
     )
-    server = Server(ServerConfig(port=port, drain_s=drain_s), service, lifecycle)
+    server = Server(ServerConfig(port=port, drain_s=drain_s, **config), service, lifecycle)
     address = await server.open()
     running = asyncio.create_task(server.run(load or fake_load()))
     async with grpc.aio.insecure_channel(address, options=channel_options) as channel:
