@@ -26,9 +26,11 @@ from typing import Literal, Protocol
 from serving import replicas, scheduler
 from serving.counts import Counts, Totals, count
 from serving.inbox import Abort, Drain, Event, Flush, Inbox, OnOutput, Pause, Resume, Stop, Submit
+from serving.kv_events.news import OnNews, Watch
 from serving.page_table import InUse, PageTable
 from serving.plan import GroupPlan, GroupResult, Output
 from serving.record import Committed, Ended, Flushed, Planned, Recorder, Submitted
+from serving.replicas import Replicas
 from serving.request import Request, RequestError
 from serving.scheduler import Limits
 
@@ -95,6 +97,7 @@ class Engine[Handle]:
         self._step_started_s: float | None = None
         # Of the engine's thread alone.
         self._replicas = replicas.initial_replicas(tables, limits)
+        self._watch: Watch | None = None
         self._totals = Totals(generated_tokens=(0,) * len(tables))
         self._on_output: dict[str, OnOutput] = {}
         self._paused: set[str] = set()
@@ -103,6 +106,14 @@ class Engine[Handle]:
         self._is_stopping = False
         # Again read by any thread.
         self._shown = (self._replicas, self._totals)
+
+    def watch_caches(self, on_news: OnNews) -> None:
+        """Report every change of what can be reused. To be called before `start`.
+
+        Args:
+          on_news: called from the engine's thread; it must not block or raise.
+        """
+        self._watch = Watch(self.num_replicas, on_news)
 
     def start(self) -> None:
         """Run the engine in its own thread."""
@@ -194,7 +205,8 @@ class Engine[Handle]:
     def _take_turn(self) -> bool:
         """Start the next step, then apply the result of the one before; whether there was any."""
         self._recorder.write(Planned(self._paused))
-        self._replicas, step = replicas.plan(self._replicas, self._limits, paused=self._paused)
+        after, step = replicas.plan(self._replicas, self._limits, paused=self._paused)
+        self._become(after)
         if step is not None:
             self._in_flight.append((self._executor.dispatch(step), self._clock()))
             self._note_oldest_step()
@@ -211,12 +223,19 @@ class Engine[Handle]:
         self._in_flight.popleft()
         self._note_oldest_step()
         self._recorder.write(Committed(result))
-        self._replicas, outputs = replicas.commit(self._replicas, result)
+        after, outputs = replicas.commit(self._replicas, result)
+        self._become(after, outputs)
         generated = tuple(sum(len(output.token_ids) for output in part) for part in outputs)
         self._totals = self._totals.with_step(generated, result.expert_load)
         self._show()
         for output in itertools.chain.from_iterable(outputs):
             self._deliver(output)
+
+    def _become(self, after: Replicas, outputs: Sequence[Sequence[Output]] = ()) -> None:
+        """Enter the replicas' next state; `outputs` are those of the commit that led to it."""
+        if self._watch is not None:
+            self._watch.look(self._replicas, after, outputs)
+        self._replicas = after
 
     def _note_oldest_step(self) -> None:
         self._step_started_s = self._in_flight[0][1] if self._in_flight else None
@@ -266,7 +285,7 @@ class Engine[Handle]:
             return
         self._recorder.write(Flushed())
         try:
-            self._replicas = replicas.reset(self._replicas)
+            self._become(replicas.reset(self._replicas))
         except InUse as error:
             event.flushed.set_exception(error)
         else:
@@ -274,7 +293,8 @@ class Engine[Handle]:
 
     def _end(self, request_id: str, *, error: RequestError | None) -> None:
         self._recorder.write(Ended(request_id, error))
-        self._replicas, output = replicas.abort(self._replicas, request_id, error=error)
+        after, output = replicas.abort(self._replicas, request_id, error=error)
+        self._become(after)
         if output is not None:
             self._show()
             self._deliver(output)
@@ -293,7 +313,7 @@ class Engine[Handle]:
             logger.exception("output_callback_failed", extra={"request_id": request_id})
             self._forget(request_id)
             self._recorder.write(Ended(request_id))
-            self._replicas, _ = replicas.abort(self._replicas, request_id)
+            self._become(replicas.abort(self._replicas, request_id)[0])
             self._show()
 
     def _forget(self, request_id: str) -> None:
