@@ -3,6 +3,9 @@ just the prefixes that the page table can serve."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import random
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -11,7 +14,7 @@ from serving import page_table
 from serving.kv_events.events import Cleared, Event, Removed, Stored, block_hash
 from serving.kv_events.held import HeldPrefixes
 from serving.kv_events.news import Watch
-from serving.page_table import PageTable
+from serving.page_table import CachePolicy, PageTable
 from serving.plan import Output
 from serving.replay import RECORDED, SERVED, Choices, names, run
 from serving.replay.answers import Answers
@@ -20,6 +23,7 @@ from serving.replay.generate import generate
 from serving.replay.setup import Setup
 from serving.replay.trace import Add
 from serving.scheduler import SchedulerState
+from tests.fakes import fake_request, make_driver
 
 # Each block with its parent and tokens, by hash.
 Model = dict[int, tuple[int | None, tuple[int, ...]]]
@@ -150,7 +154,7 @@ class FollowedDriver(Driver):
 def test_replayed_events_are_what_the_table_can_serve(
     choices: Choices, monkeypatch: pytest.MonkeyPatch
 ):
-    run_followed(range(60), choices, monkeypatch)
+    run_followed(range(40), choices, monkeypatch)
 
 
 @pytest.mark.slow
@@ -180,3 +184,70 @@ def run_followed(seeds: range, choices: Choices, monkeypatch: pytest.MonkeyPatch
     assert sum(one.num_stored for one in followers) > len(followers)
     assert sum(one.num_removed for one in followers)
     assert sum(one.num_cleared for one in followers)
+
+
+@pytest.mark.parametrize("num_state_pages", [1, 2])
+def test_events_follow_pages_that_are_lost_in_any_order(num_state_pages: int):
+    """Evictions from outside, aborts, logits that are not finite, resets."""
+    followers = [live(seed, num_state_pages) for seed in range(15)]
+    assert sum(one.num_stored for one in followers) > len(followers)
+    assert sum(one.num_removed for one in followers) > len(followers)
+    assert sum(one.num_cleared for one in followers)
+
+
+def live(seed: int, num_state_pages: int) -> Follower:
+    """One random life of a scheduler."""
+    rng = random.Random(seed)
+    unit = rng.choice((1, 2, 4))
+    policy = CachePolicy(
+        unit_tokens=unit,
+        retention_tokens=rng.choice((0, None)),
+        key_every_unit=unit < 4,
+        checkpoint_junctions=unit < 4,
+        keep_answer_end=rng.random() < 0.5,
+    )
+    driver = make_driver(
+        num_state_pages=num_state_pages,
+        num_pages=rng.randint(20, 60),
+        policy=policy,
+        not_finite=[(f"r{i}", rng.randint(1, 30)) for i in range(0, 30, 7)],
+    )
+    follower = Follower(driver.state)
+    texts: dict[str, tuple[int, ...]] = {}
+
+    def change(action: Callable[[], object]) -> None:
+        before = driver.state
+        num_before = {name: len(driver.outputs[name]) for name in texts}
+        action()
+        outputs = tuple(out for name in texts for out in driver.outputs[name][num_before[name] :])
+        known = [text + driver.tokens(name) for name, text in texts.items()]
+        chains = {page_table.unit_keys(text, unit): text for text in known}
+        follower.look(before, driver.state, outputs, chains)
+
+    def change_table(table: PageTable) -> None:
+        driver.state = dataclasses.replace(driver.state, table=table)
+
+    for number in range(30):
+        name = f"r{number}"
+        begin: tuple[int, ...] = tuple(range(30))
+        if texts and rng.random() < 0.7:
+            earlier = rng.choice(list(texts))
+            begin = texts[earlier] + driver.tokens(earlier)
+        suffix = tuple(rng.randrange(3) for _ in range(rng.randint(1, 4)))
+        text = (*begin[: rng.randint(0, 30)], *suffix)
+        driver.submit(fake_request(name, text, max_tokens=rng.randint(1, 8), ignore_eos=True))
+        texts[name] = text
+        for _ in range(rng.choice((0, 1, 2, 4, 9))):
+            if len(driver.state.in_flight) < 2:
+                change(driver.plan)
+            if driver.state.in_flight:
+                change(driver.commit)
+        if rng.random() < 0.1:
+            change(functools.partial(driver.abort, rng.choice(list(texts))))
+        table = driver.state.table
+        if table.page_keys and rng.random() < 0.5:
+            page = rng.choice(sorted(table.page_keys))
+            change(lambda page=page: change_table(page_table.evict(driver.state.table, [page])))
+        if not table.refs and rng.random() < 0.1:
+            change(lambda: change_table(page_table.reset(driver.state.table)))
+    return follower
