@@ -13,7 +13,8 @@ from typing import NamedTuple
 from serving.kv_events.events import Event, num_bytes, split
 from serving.request import RequestError
 
-MAX_BATCH_BYTES = 2 << 20  # half of what a message may have
+# A message may have 4 MiB; this one takes some milliseconds to make.
+MAX_BATCH_BYTES = 1 << 19
 MAX_MOMENTS = 8192
 MAX_BYTES = 64 << 20
 

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from serving.kv_events.events import Cleared, Event, Removed, Stored, split
 from serving.kv_events.held import HeldPrefixes, runs
-from serving.kv_events.log import EventLog, Moment
+from serving.kv_events.log import MAX_BATCH_BYTES, EventLog, Moment
 from serving.kv_events.news import News
 from serving.request import RequestError
 from serving.rpc.edge import Context
+from serving.rpc.logs import log_exception
 from serving.rpc.protocol import common
 
 # Given whether everything is wanted: the load of each replica now.
@@ -33,13 +34,15 @@ ReadLoads = Callable[[bool], list[common.EngineLoad]]
 MAX_SUBSCRIBERS = 64
 # More than the log's `MAX_BATCH_BYTES`: so a state never has more chunks than there were batches,
 # and there are numbers for all of them.
-MAX_CHUNK_BYTES = 3 << 20
+MAX_CHUNK_BYTES = MAX_BATCH_BYTES * 3 // 2
 LOOK_S = 0.2  # how often the load is looked at
 HEARTBEAT_S = 2.0  # a gateway may take 15 s of silence for the end of the server
 
 
 class KvPublisher:
     """The events of all replicas and their subscribers. Lives on the event loop.
+
+    If a bug keeps the events from being made, subscriptions end; requests are still served.
 
     Args:
       log: default is an empty one.
@@ -79,7 +82,11 @@ class KvPublisher:
             RESOURCE_EXHAUSTED, there are too many subscriptions.
         """
         if self._has_ended:
-            raise RequestError("UNAVAILABLE", "the server is stopping: no subscription is taken")
+            raise RequestError(
+                "UNAVAILABLE",
+                "no subscription is taken: the server is stopping, or its log tells that its cache "
+                "events have failed",
+            )
         if self._num_subscribers >= MAX_SUBSCRIBERS:
             raise RequestError(
                 "RESOURCE_EXHAUSTED",
@@ -116,6 +123,15 @@ class KvPublisher:
         """Make events of the news."""
         with self._lock:
             crossing, self._crossing = self._crossing, []
+        if self._has_ended:
+            return
+        try:
+            self._append(crossing)
+        except Exception as error:  # a bug; what would follow could not be right
+            log_exception("kv_events_failed", error)
+            self.end()
+
+    def _append(self, crossing: list[tuple[int, News]]) -> None:
         events: list[tuple[Event, ...]] = [()] * self._num_replicas
         for rank, news in crossing:
             held = self._held[rank]

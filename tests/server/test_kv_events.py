@@ -290,6 +290,25 @@ async def test_subscriber_that_does_not_read_loses_its_place_and_holds_up_nothin
         again.call.cancel()
 
 
+async def test_bug_in_the_events_ends_subscriptions_and_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with serving(fake_load(policy=POLICY)) as harness:
+        router = Router()
+        router.subscribe(harness, load_records_before_first_batch=True)
+        await router.read()
+        monkeypatch.setattr(kv_events.HeldPrefixes, "update", None)
+        await ask(harness, "a", SYSTEM)
+        async with asyncio.timeout(DEADLINE_S):
+            while await router.call.read():
+                pass
+        again = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+        status, text, _ = await status_of(again)
+        assert status == "UNAVAILABLE"
+        assert "events have failed" in text
+        assert (await ask(harness, "b", SYSTEM))[0] == 20
+
+
 async def test_drain_ends_subscriptions_first():
     load = fake_load(SlowExecutor(fake_geometry()), policy=POLICY)
     async with serving(load) as harness:
