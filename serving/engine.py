@@ -26,9 +26,11 @@ from typing import Literal, Protocol
 from serving import replicas, scheduler
 from serving.counts import Counts, Totals, count
 from serving.inbox import Abort, Drain, Event, Flush, Inbox, OnOutput, Pause, Resume, Stop, Submit
+from serving.kv_events.news import OnNews, Watch
 from serving.page_table import InUse, PageTable
 from serving.plan import GroupPlan, GroupResult, Output
 from serving.record import Committed, Ended, Flushed, Planned, Recorder, Submitted
+from serving.replicas import Replicas
 from serving.request import Request, RequestError
 from serving.scheduler import Limits
 from serving.stopping import StopMatcher
@@ -96,6 +98,7 @@ class Engine[Handle]:
         self._step_started_s: float | None = None
         # Of the engine's thread alone.
         self._replicas = replicas.initial_replicas(tables, limits)
+        self._watch: Watch | None = None
         self._totals = Totals(generated_tokens=(0,) * len(tables))
         self._on_output: dict[str, OnOutput] = {}
         self._matchers: dict[str, StopMatcher] = {}
@@ -105,6 +108,14 @@ class Engine[Handle]:
         self._is_stopping = False
         # Again read by any thread.
         self._shown = (self._replicas, self._totals)
+
+    def watch_caches(self, on_news: OnNews) -> None:
+        """Report every change of what can be reused. To be called before `start`.
+
+        Args:
+          on_news: called from the engine's thread; it must not block or raise.
+        """
+        self._watch = Watch(self.num_replicas, on_news)
 
     def start(self) -> None:
         """Run the engine in its own thread."""
@@ -199,7 +210,8 @@ class Engine[Handle]:
     def _take_turn(self) -> bool:
         """Start the next step, then apply the result of the one before; whether there was any."""
         self._recorder.write(Planned(self._paused))
-        self._replicas, step = replicas.plan(self._replicas, self._limits, paused=self._paused)
+        after, step = replicas.plan(self._replicas, self._limits, paused=self._paused)
+        self._become(after)
         if step is not None:
             self._in_flight.append((self._executor.dispatch(step), self._clock()))
             self._note_oldest_step()
@@ -216,7 +228,8 @@ class Engine[Handle]:
         self._in_flight.popleft()
         self._note_oldest_step()
         self._recorder.write(Committed(result))
-        self._replicas, outputs = replicas.commit(self._replicas, result)
+        after, outputs = replicas.commit(self._replicas, result)
+        self._become(after, outputs)
         if self._matchers:
             outputs = tuple(tuple(map(self._end_at_stop, part)) for part in outputs)
         generated = tuple(sum(len(output.token_ids) for output in part) for part in outputs)
@@ -224,6 +237,12 @@ class Engine[Handle]:
         self._show()
         for output in itertools.chain.from_iterable(outputs):
             self._deliver(output)
+
+    def _become(self, after: Replicas, outputs: Sequence[Sequence[Output]] = ()) -> None:
+        """Enter the replicas' next state; `outputs` are those of the commit that led to it."""
+        if self._watch is not None:
+            self._watch.look(self._replicas, after, outputs)
+        self._replicas = after
 
     def _end_at_stop(self, output: Output) -> Output:
         """End a request whose tokens complete a stop string; those behind it are dropped."""
@@ -235,7 +254,7 @@ class Engine[Handle]:
             return output
         if output.finish_reason is None:
             self._recorder.write(Ended(output.request_id))
-            self._replicas, _ = replicas.abort(self._replicas, output.request_id)
+            self._become(replicas.abort(self._replicas, output.request_id)[0])
         return output._replace(
             token_ids=output.token_ids[: match.num_tokens],
             completion_tokens=output.completion_tokens - len(output.token_ids) + match.num_tokens,
@@ -295,7 +314,7 @@ class Engine[Handle]:
             return
         self._recorder.write(Flushed())
         try:
-            self._replicas = replicas.reset(self._replicas)
+            self._become(replicas.reset(self._replicas))
         except InUse as error:
             event.flushed.set_exception(error)
         else:
@@ -303,7 +322,8 @@ class Engine[Handle]:
 
     def _end(self, request_id: str, *, error: RequestError | None) -> None:
         self._recorder.write(Ended(request_id, error))
-        self._replicas, output = replicas.abort(self._replicas, request_id, error=error)
+        after, output = replicas.abort(self._replicas, request_id, error=error)
+        self._become(after)
         if output is not None:
             self._show()
             self._deliver(output)
@@ -322,7 +342,7 @@ class Engine[Handle]:
             logger.exception("output_callback_failed", extra={"request_id": request_id})
             self._forget(request_id)
             self._recorder.write(Ended(request_id))
-            self._replicas, _ = replicas.abort(self._replicas, request_id)
+            self._become(replicas.abort(self._replicas, request_id)[0])
             self._show()
 
     def _forget(self, request_id: str) -> None:

@@ -21,6 +21,8 @@ Status = Literal[
     "UNAVAILABLE",
     "NOT_FOUND",
     "DEADLINE_EXCEEDED",
+    "OUT_OF_RANGE",
+    "DATA_LOSS",
     "INTERNAL",
 ]
 

@@ -154,6 +154,7 @@ class Server:
             await self._lifecycle.move("failed", str(error))
             raise
         finally:
+            self._service.end_subscriptions()
             await self._server.stop(_CLOSE_GRACE_S)
             served = self._lifecycle.served
             log_event("closed", **totals(served.engine.counts()) if served is not None else {})
@@ -165,6 +166,7 @@ class Server:
         if not loading.done():
             raise StoppedWhileLoadingError("the server was stopped while the model was loaded")
         served = loading.result()
+        self._service.attach(served)
         served.engine.start()
         return served
 
@@ -191,6 +193,7 @@ class Server:
         """Let open calls end, but not for longer than the limit; end the rest with UNAVAILABLE."""
         limit_s = self._config.drain_s
         await self._lifecycle.move("draining", f"running requests have {limit_s:g} s to finish")
+        self._service.end_subscriptions()
         await self._first_of(
             self._service.wait_idle(), self._stop_hurried.wait(), timeout_s=limit_s
         )

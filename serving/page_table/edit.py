@@ -12,6 +12,7 @@ from serving.page_table.table import (
     PageKeys,
     PageTable,
     PublishedKey,
+    Touch,
 )
 from serving.page_table.tickets import Ticket
 
@@ -39,6 +40,7 @@ class Edit:
         "_refs",
         "_states",
         "_tickets",
+        "_touched",
     )
 
     def __init__(self, table: PageTable):
@@ -58,6 +60,7 @@ class Edit:
         self._pins = table.pins
         self._parted = table.parted
         self._num_evicted = table.num_evicted
+        self._touched: list[Touch] = []
 
     def finish(self) -> PageTable:
         """The next table."""
@@ -82,6 +85,7 @@ class Edit:
             self._pins,
             self._parted,
             self._num_evicted,
+            (*base.touched, *self._touched) if self._touched else base.touched,
         )
 
     @property
@@ -166,13 +170,15 @@ class Edit:
 
     # ---- keys ----
 
-    def publish(self, entry: Entry, key: bytes, *, is_state: bool) -> bool:
-        """Make pages reusable under a key, unless enough others are; whether they were not yet."""
+    def publish(self, entry: Entry, key: bytes, *, is_state: bool, owner: str) -> bool:
+        """Make pages of a request reusable under a key, unless enough others are; whether they were
+        not yet."""
         index = self._states if is_state else self._attention
         found = index.get(key, ())
         if len(found) >= MAX_COPIES or any(other.pages == entry.pages for other in found):
             return False
         index[key] = (*found, entry)
+        self._touched.append(Touch(is_state, key, owner, entry.tokens, entry.step))
         for page in entry.pages:
             old = self._page_keys.get(page)
             keys = (*old.keys, key) if old is not None else (key,)
@@ -187,6 +193,7 @@ class Edit:
         index = self._states if found.is_state else self._attention
         left = tuple(entry for entry in index[key] if page not in entry.pages)
         gone = next(entry for entry in index[key] if page in entry.pages)
+        self._touched.append(Touch(found.is_state, key))
         if left:
             index[key] = left
         else:
@@ -205,6 +212,7 @@ class Edit:
             return 0
         index = self._states if found.is_state else self._attention
         bundle: Bundle = (page,)
+        self._touched += [Touch(found.is_state, key) for key in found.keys]
         for key in found.keys:
             entries = index[key]
             if len(entries) == 1:

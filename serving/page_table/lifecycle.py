@@ -144,7 +144,7 @@ def settle(table: PageTable) -> PageTable:
 
 def commit_step(table: PageTable, step_id: int) -> PageTable:
     """A step has completed: what it wrote is visible."""
-    return table._replace(committed=step_id)
+    return table._replace(committed=step_id, touched=())
 
 
 def publish(table: PageTable, request_id: str, computed: int, keys: Sequence[bytes]) -> PageTable:
@@ -198,7 +198,9 @@ def release(
         for page in allocation.pages:
             edit.forget(page)
     elif table.policy.keep_answer_end:
-        publish_answer_end(table, edit, allocation, computed, keys, is_at_rest=is_at_rest)
+        publish_answer_end(
+            table, edit, request_id, allocation, computed, keys, is_at_rest=is_at_rest
+        )
     edit.release(allocation.pages)
     edit.drop_owner(request_id)
     return edit.finish()

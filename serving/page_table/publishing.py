@@ -68,7 +68,7 @@ def publish_computed(
         key = keys[tokens // unit - 1]
         is_junction = is_state and not keeps(table, allocation, tokens, junction=0)
         entry = Entry(pages, tokens, step, is_junction)
-        if edit.publish(entry, key, is_state=is_state):
+        if edit.publish(entry, key, is_state=is_state, owner=request_id):
             published.append(PublishedKey(step, key, pages[0]))
 
     prompt = allocation.prompt_tokens
@@ -92,6 +92,7 @@ def publish_computed(
 def publish_answer_end(
     table: PageTable,
     edit: Edit,
+    request_id: str,
     allocation: Allocation,
     computed: int,
     keys: Sequence[bytes],
@@ -113,7 +114,9 @@ def publish_answer_end(
         return
     tokens, bundle = answer_end
     key = keys[tokens // unit - 1]
-    edit.publish(Entry(bundle, tokens, table.committed), key, is_state=True)
+    entry = Entry(bundle, tokens, table.committed)
+    edit.publish(entry, key, is_state=True, owner=request_id)
     if tokens % page_tokens:
         page = allocation.attention[tokens // page_tokens]
-        edit.publish(Entry((page,), tokens, table.committed), key, is_state=False)
+        entry = Entry((page,), tokens, table.committed)
+        edit.publish(entry, key, is_state=False, owner=request_id)

@@ -59,6 +59,21 @@ class PublishedKey(NamedTuple):
     page: int
 
 
+class Touch(NamedTuple):
+    """An entry that came or went.
+
+    Attributes:
+      owner: request that published it; None if it was forgotten.
+      tokens, step: of the published entry.
+    """
+
+    is_state: bool
+    key: bytes
+    owner: str | None = None
+    tokens: int = 0
+    step: int = NEVER
+
+
 class Allocation(NamedTuple):
     """Pages of one request.
 
@@ -114,6 +129,7 @@ class PageTable(NamedTuple):
       parted: reusable bundles from which their producers part in the step being planned; they are
         not used before the next step.
       num_evicted: entries that were lost because their page was handed out.
+      touched: entries that came or went since the last step was committed, in order.
     """
 
     geometry: PageGeometry
@@ -135,6 +151,7 @@ class PageTable(NamedTuple):
     pins: tuple[int, ...] = ()
     parted: tuple[Bundle, ...] = ()
     num_evicted: int = 0
+    touched: tuple[Touch, ...] = ()
 
     @property
     def num_usable(self) -> int:

@@ -9,6 +9,8 @@
 | queue full | RESOURCE_EXHAUSTED |
 | starting, draining, failed | UNAVAILABLE |
 | the client's deadline has passed | DEADLINE_EXCEEDED |
+| events from a number that is not kept | OUT_OF_RANGE |
+| a subscriber too slow for the events | DATA_LOSS |
 | a bug, an engine failure | INTERNAL |
 
 A gateway takes INTERNAL and UNAVAILABLE as failures of the server and stops using it, so the fault
@@ -42,6 +44,8 @@ STATUS_CODES: Mapping[Status, grpc.StatusCode] = {
     "RESOURCE_EXHAUSTED": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
     "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "OUT_OF_RANGE": grpc.StatusCode.OUT_OF_RANGE,
+    "DATA_LOSS": grpc.StatusCode.DATA_LOSS,
     "INTERNAL": grpc.StatusCode.INTERNAL,
 }
 # The message travels in a response header, and peers limit all headers together to 8 KiB.

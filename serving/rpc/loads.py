@@ -8,7 +8,7 @@ from typing import Any
 
 from serving.counts import Counts, ReplicaCounts
 from serving.rpc.lifecycle import Served
-from serving.rpc.protocol import messages
+from serving.rpc.protocol import common, messages
 
 _WINDOW_S = 1.0
 
@@ -52,6 +52,41 @@ def load_message(
         max_running_requests=served.limits.max_rows,
         num_waiting_uncached_tokens=counts.pending_prompt_tokens,
     )
+
+
+def engine_load(
+    served: Served,
+    counts: ReplicaCounts,
+    *,
+    tokens_per_s: float,
+    silence_s: float,
+    is_whole: bool,
+) -> common.EngineLoad:
+    """The load of one replica as it is pushed with the events of its cache: the numbers of
+    `load_message`.
+
+    Args:
+      silence_s: age of the oldest step in flight.
+      is_whole: also what no router decides by.
+    """
+    load = load_message(served, counts, dp_rank=0, tokens_per_s=tokens_per_s)
+    message = common.EngineLoad(
+        running_requests=load.num_running_reqs,
+        waiting_requests=load.num_waiting_reqs,
+        waiting_uncached_tokens=load.num_waiting_uncached_tokens,
+        token_usage=load.token_usage,
+        active_token_usage=load.token_usage,  # what is kept for reuse only counts as free
+        gen_throughput=load.gen_throughput,
+        max_running_requests=load.max_running_requests,
+        engine_silence_ms=round(1000 * silence_s) if counts.running else None,
+        engine_reports_steps=True,
+        prefill_pending_tokens=counts.pending_prompt_tokens,
+    )
+    if is_whole:
+        message.cache_hit_rate = load.cache_hit_rate
+        message.num_used_tokens = load.num_used_tokens
+        message.max_total_num_tokens = load.max_total_num_tokens
+    return message
 
 
 def totals(counts: Counts) -> dict[str, Any]:

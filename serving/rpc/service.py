@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import NoReturn
 
+from serving.counts import ReplicaCounts
 from serving.page_table import InUse
 from serving.plan import Output
 from serving.profiler import Profiler, ProfilerStateError
@@ -25,6 +26,7 @@ from serving.request import Request, RequestError
 from serving.rpc import convert, loads, protocol
 from serving.rpc.bundle import Bundle, bundle_pieces
 from serving.rpc.edge import Context, at_edge
+from serving.rpc.kv_events import KvPublisher
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.logs import log_event
 from serving.rpc.metrics import Metrics, RequestMetrics
@@ -98,6 +100,7 @@ class EngineService(protocol.Servicer):
         self._tokenizer, self._bundle, self._draw_seed = tokenizer, bundle, draw_seed
         self.metrics = Metrics(lifecycle)
         self._bridge = OutputBridge(asyncio.get_running_loop())
+        self._publisher = KvPublisher(config.num_replicas, config.unit_tokens)
         self._calls: dict[str, _Call] = {}
         self._live_ids: set[str] = set()  # of requests in the engine, one for each answer
         self._start_s = time.monotonic()
@@ -110,6 +113,14 @@ class EngineService(protocol.Servicer):
     def num_open(self) -> int:
         """Open calls of `Generate`."""
         return len(self._calls)
+
+    def attach(self, served: Served) -> None:
+        """Follow an engine's caches. To be called before the engine is started."""
+        served.engine.watch_caches(self._publisher.post)
+
+    def end_subscriptions(self) -> None:
+        """End all subscriptions: an open one would hold up the end of the server."""
+        self._publisher.end()
 
     async def wait_idle(self) -> None:
         """Wait until no call of `Generate` is open."""
@@ -210,9 +221,7 @@ class EngineService(protocol.Servicer):
         """Report the load of every `dp` rank, or of the one that is asked for."""
         served, reports = self._lifecycle.served, list[messages.SchedulerLoad]()
         if served is not None:
-            now_s = time.monotonic()
-            for rank, counts in enumerate(served.engine.counts().replicas):
-                rate = self._rates[rank].read(counts.generated_tokens, now_s)
+            for rank, (counts, rate) in enumerate(self._read_loads(served)):
                 if not request.HasField("dp_rank") or request.dp_rank == rank:
                     reports.append(
                         loads.load_message(served, counts, dp_rank=rank, tokens_per_s=rate)
@@ -249,9 +258,20 @@ class EngineService(protocol.Servicer):
     @at_edge
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
-    ) -> NoReturn:
-        """Not there: which prefixes are kept is not published."""
-        raise _unsupported("SubscribeKvEvents", "this server does not publish its cache")
+    ) -> None:
+        """Stream what the prefix caches hold, and the loads of the replicas."""
+        served = self._lifecycle.require_served()
+
+        def read_loads(is_whole: bool) -> list[common.EngineLoad]:
+            silence_s = served.engine.step_age_s()
+            return [
+                loads.engine_load(
+                    served, counts, tokens_per_s=rate, silence_s=silence_s, is_whole=is_whole
+                )
+                for counts, rate in self._read_loads(served)
+            ]
+
+        await self._publisher.serve(request, context, read_loads)
 
     @at_edge
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> NoReturn:
@@ -288,6 +308,15 @@ class EngineService(protocol.Servicer):
             return common.ProfileResponse(success=False, message=str(error))
         message = "no step was traced" if folder is None else f"written to {folder}"
         return common.ProfileResponse(success=folder is not None, message=message)
+
+    def _read_loads(self, served: Served) -> list[tuple[ReplicaCounts, float]]:
+        """Counts of each replica, and the tokens that it generates a second."""
+        now_s = time.monotonic()
+        parts = served.engine.counts().replicas
+        return [
+            (counts, rate.read(counts.generated_tokens, now_s))
+            for counts, rate in zip(parts, self._rates, strict=True)
+        ]
 
     def _require_profiler(self) -> Profiler:
         profiler = self._lifecycle.require_served().profiler

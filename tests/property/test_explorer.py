@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
@@ -344,8 +345,8 @@ def test_entries_that_are_visible_at_once_are_found(monkeypatch: pytest.MonkeyPa
 
     publish = Edit.publish
 
-    def publish_at_once(edit: Edit, entry: Entry, key: bytes, *, is_state: bool) -> bool:
-        return publish(edit, entry._replace(step=NEVER), key, is_state=is_state)
+    def publish_at_once(edit: Edit, entry: Entry, key: bytes, **names: Any) -> bool:
+        return publish(edit, entry._replace(step=NEVER), key, **names)
 
     monkeypatch.setattr(Edit, "publish", publish_at_once)
     # It takes a reader to notice: the rule that visible entries have their bytes is off.

@@ -19,7 +19,7 @@ from serving.rpc.lifecycle import Served
 from serving.rpc.protocol import SERVICE_NAME, common
 from serving.server import OnFailure, ServerError, StoppedWhileLoadingError
 from serving.tokenizer import load_zip
-from tests.fakes import FakeExecutor, fake_geometry, fake_request, solo_tokens
+from tests.fakes import fake_geometry, fake_request, solo_tokens
 from tests.server.harness import (
     PROMPT,
     Harness,
@@ -138,7 +138,7 @@ async def test_second_stop_cuts_the_drain_short():
 
 
 async def test_kf_v08_engine_failure_ends_streams_and_the_server():
-    executor = FakeExecutor(fake_geometry())
+    executor = SlowExecutor(fake_geometry())
     executor.fail_at_step = 6
     async with serving(fake_load(executor)) as harness:
         call = harness.stub.Generate(request(max_tokens=30))

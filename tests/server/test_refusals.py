@@ -279,9 +279,6 @@ async def test_methods_that_are_not_there_say_so():
         for word, call in calls.items():
             assert (await call.code()).name == "UNIMPLEMENTED"
             assert word in await call.details()
-        status, text, _ = await status_of(stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()))
-        assert status == "UNIMPLEMENTED"
-        assert "SubscribeKvEvents" in text
 
 
 async def test_malformed_message_does_not_stop_the_server():
