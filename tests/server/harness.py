@@ -205,6 +205,7 @@ async def serving(
     load: Callable[[OnFailure], Served] | None = None,
     *,
     folder: Path | None = None,
+    info: ModelInfo | None = None,
     port: int = 0,
     drain_s: float = 5.0,
     output_buffer_tokens: int = 256,
@@ -213,7 +214,12 @@ async def serving(
     channel_options: tuple[tuple[str, int], ...] = (),
     draw_seed: Callable[[], int] | None = None,
 ) -> AsyncIterator[Harness]:
-    """Run a server; on the way out it is stopped, and its own errors are the test's to look at."""
+    """Run a server; on the way out it is stopped, and its own errors are the test's to look at.
+
+    Args:
+      folder: of the tokenizer. `info` is what the server tells of the model, the fake one's if it
+        is left out.
+    """
     lifecycle = Lifecycle()
     service = EngineService(
         ServiceConfig(
@@ -223,7 +229,7 @@ async def serving(
             unit_tokens=2,
             output_buffer_tokens=output_buffer_tokens,
         ),
-        model_info(has_tokenizer=folder is not None),
+        info or model_info(has_tokenizer=folder is not None),
         lifecycle,
         tokenizer=load_folder(folder) if folder else None,
         bundle=build_bundle(folder) if folder else None,
