@@ -6,6 +6,7 @@ import argparse
 import sys
 
 import openai
+from openai.types import CompletionUsage
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,10 +34,9 @@ def ask(client: openai.OpenAI, prompt: str, max_tokens: int) -> None:
     completion = client.completions.create(
         model=model, prompt=prompt, max_tokens=max_tokens, temperature=0
     )
-    print(f"completion: {completion.choices[0].text!r}")
-    print(f"usage: {completion.usage}")
+    print(f"completion: {completion.choices[0].text} [{count(completion.usage)}]")
 
-    print("completion, streamed:", end=" ")
+    print("completion, streamed: ", end="")
     for chunk in client.completions.create(
         model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True
     ):
@@ -50,10 +50,10 @@ def ask(client: openai.OpenAI, prompt: str, max_tokens: int) -> None:
     )
     message = chat.choices[0].message
     # The answer follows the reasoning, so a small limit of tokens may leave no room for it.
-    print(f"\nchat: reasoning {reasoning_of(message)!r}, answer {message.content!r}")
-    print(f"usage: {chat.usage}")
+    print(f"\nchat: reasoning {reasoning_of(message)!r}, answer {message.content!r}", end=" ")
+    print(f"[{count(chat.usage)}]")
 
-    print("chat without reasoning, streamed:", end=" ")
+    print("chat without reasoning, streamed: ", end="")
     for chunk in client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": prompt}],
@@ -66,12 +66,18 @@ def ask(client: openai.OpenAI, prompt: str, max_tokens: int) -> None:
         if chunk.choices:
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         else:
-            print(f"\nusage: {chunk.usage}")
+            print(f" [{count(chunk.usage)}]")
 
 
 def reasoning_of(message: object) -> str | None:
     """The text of the thinking channel, which is an addition to OpenAI's API."""
     return getattr(message, "reasoning_content", None)
+
+
+def count(usage: CompletionUsage | None) -> str:
+    """Tokens of the prompt and of the answer."""
+    assert usage is not None  # it was asked for
+    return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"
 
 
 if __name__ == "__main__":
