@@ -37,7 +37,13 @@ def request(name: str, index: int) -> Request:
     return Request(
         request_id=name,
         prompt=tuple(np.concatenate([prefix[: PREFIX_TOKENS * (index % 2)], own]).tolist()),
-        sampling=SamplingParams(temperature=0.0, seed=index, max_tokens=6 + index),
+        sampling=SamplingParams(
+            temperature=0.0,
+            seed=index,
+            max_tokens=6 + index,
+            presence_penalty=-2.0 * (index == 4),
+            repetition_penalty=0.5 if index == 5 else 1.0,
+        ),
         eos_token_ids=(),
     )
 
