@@ -119,6 +119,30 @@ async def test_reused_prefix_is_in_the_usage_and_the_text_is_that_of_a_direct_cl
     assert direct.stdout == cold.text + "\n"
 
 
+async def test_choices_are_those_of_their_seeds_and_log_probabilities_come_with_tokens(
+    running: Running,
+):
+    message = {"role": "user", "content": "Hello"}
+    ask: dict[str, Any] = {"model": MODEL, "messages": [message], "reasoning_effort": "none"}
+    ask |= {"max_tokens": 6, "extra_body": {"ignore_eos": True}}
+    async with client(running.url) as openai:
+        reply = await openai.chat.completions.create(**ask, seed=5, n=2)
+        alone = [await chat(openai, stream=True, seed=seed, **ask) for seed in (5, 6)]
+        greedy = await openai.chat.completions.create(
+            **ask, temperature=0, logprobs=True, top_logprobs=3
+        )
+    assert [choice.message.content for choice in reply.choices] == [each.text for each in alone]
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 12
+    (choice,) = greedy.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert "".join(each.token for each in choice.logprobs.content) == choice.message.content
+    for each in choice.logprobs.content:
+        assert each.logprob == max(other.logprob for other in each.top_logprobs)
+        assert len(each.top_logprobs) == 3
+
+
 async def test_client_that_leaves_ends_its_request_in_the_server(running: Running):
     async with client(running.url) as openai:
         stream = await openai.completions.create(
