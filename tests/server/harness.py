@@ -210,6 +210,7 @@ async def serving(
     load: Callable[[OnFailure], Served] | None = None,
     *,
     folder: Path | None = None,
+    info: ModelInfo | None = None,
     port: int = 0,
     drain_s: float = 5.0,
     output_buffer_tokens: int = 256,
@@ -220,7 +221,12 @@ async def serving(
     **config: Any,
 ) -> AsyncIterator[Harness]:
     """Run a server; on the way out it is stopped, and its own errors are the test's to look at.
-    `config` are other values of `ServerConfig`."""
+
+    Args:
+      folder: of the tokenizer.
+      info: what the server tells of the model; the fake one's if it is left out.
+      config: other values of `ServerConfig`.
+    """
     lifecycle = Lifecycle()
     service = EngineService(
         ServiceConfig(
@@ -230,7 +236,7 @@ async def serving(
             unit_tokens=2,
             output_buffer_tokens=output_buffer_tokens,
         ),
-        model_info(has_tokenizer=folder is not None),
+        info or model_info(has_tokenizer=folder is not None),
         lifecycle,
         tokenizer=load_folder(folder) if folder else None,
         bundle=build_bundle(folder) if folder else None,
