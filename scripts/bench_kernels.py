@@ -16,9 +16,14 @@ The exit status is 1 if a case failed, and 2 for wrong arguments.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if str(CHECKOUT) not in sys.path:
     sys.path.insert(0, str(CHECKOUT))
 
+import jax  # noqa: E402
 from kernel_bench.case import Case  # noqa: E402
 from kernel_bench.cases import all_cases  # noqa: E402
 from kernel_bench.measure import measure, measure_peer  # noqa: E402
@@ -50,35 +56,49 @@ def main() -> int:
     cases = {case.name: case for case in all_cases()}
     if args.case is not None:
         case = cases[args.case]
-        for line in measure(case) if args.peer is None else [measure_peer(case, args.peer)]:
-            print(json.dumps(line), flush=True)
+        jax.devices()
+        with _locked(args.lock):
+            for line in measure(case) if args.peer is None else [measure_peer(case, args.peer)]:
+                print(json.dumps(line), flush=True)
         return 0
     chosen = [
         case
+        for start in args.only
         for case in cases.values()
-        if case.smoke == args.smoke and case.name.startswith(args.only)
+        if case.smoke == args.smoke and case.name.startswith(start)
     ]
     if not chosen:
         print(f"--only is wrong: got {args.only!r}; expected the start of one of {list(cases)}")
         return 2
     failed = False
     print(HEADER)
-    for case in chosen:
-        lines = _run(case)
-        failed |= any("failure" in line for line in lines)
-        print(_rows(lines), flush=True)
-        if args.json is not None:
-            with args.json.open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(args.jobs) as pool:
+        for lines in pool.map(lambda case: _run(case, lock.name), chosen):
+            failed |= any("failure" in line for line in lines)
+            print(_rows(lines), flush=True)
+            if args.json is not None:
+                with args.json.open("a") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
     return int(failed)
 
 
-def _run(case: Case) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def _locked(path: Path | None) -> Iterator[None]:
+    """Have the device alone among the processes of a run."""
+    if path is None:
+        yield
+        return
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(case: Case, lock: str) -> list[dict[str, Any]]:
     """Run a case and its peers; a line for what failed or ran out of time."""
-    lines = _process(case, case.implementations)
+    lines = _process(case, case.implementations, "--lock", lock)
     floor_us = next((line["floor_us"] for line in lines if "floor_us" in line), None)
     for peer in case.peers:
-        lines += _process(case, (peer,), "--peer", peer)
+        lines += _process(case, (peer,), "--lock", lock, "--peer", peer)
         if "us" in lines[-1] and floor_us is not None:
             lines[-1] |= {"floor_us": floor_us, "times_floor": lines[-1]["us"] / floor_us}
     times = {line["implementation"]: line.get("us") for line in lines}
@@ -132,11 +152,20 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="start of the names of the cases to run")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="starts of the names of the cases to run, in this order",
+    )
     parser.add_argument("--json", type=Path, help="file to append one JSON line a result to")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that start ahead; one at a time is at work"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -36,6 +36,7 @@ from serving.processes.worker import Worker
 from serving.record import open_recorder
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.logs import configure_logs, log_event, log_exception
+from serving.rpc.metrics import serve_metrics
 from serving.rpc.service import EngineService, ServiceConfig
 from serving.scheduler import make_limits
 from serving.server import OnFailure, Server, ServerConfig, ServerError, StoppedWhileLoadingError
@@ -241,6 +242,9 @@ async def _serve(setup: Setup, leader: Leader | None = None) -> None:
     config = ServerConfig(host=options.host, port=options.port, drain_s=options.drain_seconds)
     server = Server(config, service, lifecycle)
     address = await server.open()
+    if options.metrics_port is not None:
+        port = serve_metrics(service.metrics, options.host, options.metrics_port)
+        log_event("metrics", url=f"http://{options.host}:{port}/metrics")
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
     _say_configuration(setup)

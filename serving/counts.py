@@ -40,6 +40,7 @@ class ReplicaCounts:
 
     Attributes:
       running, waiting, free_pages, total_pages, cache: as of `Counts`.
+      idle_pages: those of the free pages that hold reusable entries.
       pending_prompt_tokens: of the requests that have no token yet.
       generated_tokens: since the start.
     """
@@ -47,6 +48,7 @@ class ReplicaCounts:
     running: int
     waiting: int
     free_pages: int
+    idle_pages: int
     total_pages: int
     pending_prompt_tokens: int
     generated_tokens: int
@@ -108,6 +110,7 @@ def _count_replica(state: SchedulerState, generated_tokens: int) -> ReplicaCount
         running=len(state.running),
         waiting=len(state.waiting),
         free_pages=state.table.num_free,
+        idle_pages=len(state.table.idle),
         total_pages=state.table.num_usable,
         pending_prompt_tokens=sum(
             len(one.request.prompt) for one in requests if not one.output.num_tokens

@@ -73,6 +73,7 @@ class Options:
     output_buffer: int
     host: str
     port: int
+    metrics_port: int | None
     drain_seconds: float
     log_level: str
     record: Path | None
@@ -372,6 +373,12 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         type=number(int, at_least=0, at_most=65535),
         default=50051,
         help="0 takes a free one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--metrics-port",
+        type=number(int, at_least=0, at_most=65535),
+        metavar="PORT",
+        help="serve Prometheus metrics over HTTP at /metrics of this port (default: not served)",
     )
     group.add_argument(
         "--drain-seconds",

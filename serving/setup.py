@@ -39,6 +39,7 @@ _OPTIONS_OF_A_PROCESS = {
     "record",
     "host",
     "port",
+    "metrics_port",
     "drain_seconds",
     "log_level",
     "coordinator",

@@ -132,9 +132,18 @@ def words_to_f32(words: Array) -> Array:
     return lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
 
 
+def _apart(product: Array) -> Array:
+    """Return a product, never joined with a sum behind it.
+
+    The bound changes no finite number. Without it the compiler chooses which product of a sum it
+    joins with the addition, not alike in all kernels, and their results differ by a rounding.
+    """
+    return jnp.maximum(product, jnp.finfo(jnp.float32).min)
+
+
 def convolve(taps: Sequence[Array], inputs: Sequence[Array]) -> Array:
     """Convolution with SiLU, rounded to bfloat16 as the model does; a channel a thread."""
-    total = taps[0] * inputs[0]
+    total = _apart(taps[0] * inputs[0])
     for tap in range(1, TAPS):
         total = total + taps[tap] * inputs[tap]
     return (total * jax.nn.sigmoid(total)).astype(jnp.bfloat16)
@@ -163,12 +172,8 @@ def row(ref: Any) -> Array:
 
 
 def shrink(state: Array, decay: Array) -> Array:
-    """Return the state, decayed.
-
-    The bound changes no finite number. It keeps the compiler from joining this product with the sum
-    in `fold`, which it would do in one kernel and not in the other.
-    """
-    return jnp.maximum(state * decay, jnp.finfo(jnp.float32).min)
+    """Return the state, decayed."""
+    return _apart(state * decay)
 
 
 def fold(shrunk: Array, u: Array, k: Array) -> Array:

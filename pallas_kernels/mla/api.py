@@ -48,7 +48,6 @@ MLA_PREFILL = Op(
         "xla": xla.mla_prefill,
         "mosaic": mosaic_prefill.mla_prefill,
     },
-    unproven={"mosaic": passed_over_always("its last form was not checked on a GPU")},
 )
 
 

@@ -25,6 +25,7 @@ from serving.rpc.bundle import Bundle, bundle_pieces
 from serving.rpc.edge import Context, at_edge
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.logs import log_event
+from serving.rpc.metrics import Metrics, RequestMetrics
 from serving.rpc.model_info import ModelInfo
 from serving.rpc.protocol import common, messages
 from serving.rpc.streams import OutputBridge, OutputStream
@@ -68,6 +69,9 @@ class EngineService(protocol.Servicer):
     Args:
       tokenizer, bundle: None when the model folder has none.
       draw_seed: a fresh uint32 for a request without a seed.
+
+    Attributes:
+      metrics: of the calls, and of the engine.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class EngineService(protocol.Servicer):
     ):
         self._config, self._info, self._lifecycle = config, info, lifecycle
         self._tokenizer, self._bundle, self._draw_seed = tokenizer, bundle, draw_seed
+        self.metrics = Metrics(lifecycle)
         self._bridge = OutputBridge(asyncio.get_running_loop())
         self._calls: dict[str, _Call] = {}
         self._start_s = time.monotonic()
@@ -107,8 +112,13 @@ class EngineService(protocol.Servicer):
     @at_edge
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
         """Stream the answer to one prompt, or send it whole."""
-        begin = time.monotonic()
         self._last_request_time = time.time()
+        with self.metrics.request() as measured:
+            await self._generate(request, context, measured)
+
+    async def _generate(
+        self, request: messages.GenerateRequest, context: Context, measured: RequestMetrics
+    ) -> None:
         served = self._lifecycle.require_served()
         convert.check_fields(request)
         request_id = request.request_id or uuid.uuid4().hex
@@ -117,9 +127,9 @@ class EngineService(protocol.Servicer):
                 parsed = await self._parse(served, request_id, request)
                 await self._submit(served, call, parsed)
                 # Headers go out with the first message: what is refused is refused before it.
-                output = await _forward(call.stream, context, is_streamed=request.stream)
+                output = await _forward(call.stream, context, measured, is_streamed=request.stream)
         except asyncio.CancelledError:
-            seconds = time.monotonic() - begin
+            seconds = time.monotonic() - measured.begin_s
             log_event("request_cancelled", request_id=request_id, seconds=seconds)
             raise
         log_event(
@@ -129,7 +139,7 @@ class EngineService(protocol.Servicer):
             prompt_tokens=output.prompt_tokens,
             completion_tokens=output.completion_tokens,
             cached_tokens=output.cached_tokens,
-            seconds=time.monotonic() - begin,
+            seconds=time.monotonic() - measured.begin_s,
         )
 
     @at_edge
@@ -320,7 +330,9 @@ class EngineService(protocol.Servicer):
             await asyncio.wrap_future(served.engine.submit(request, on_output))
 
 
-async def _forward(stream: OutputStream, context: Context, *, is_streamed: bool) -> Output:
+async def _forward(
+    stream: OutputStream, context: Context, measured: RequestMetrics, *, is_streamed: bool
+) -> Output:
     """Send outputs to the client as they come, or all at the end; return the last one.
 
     Raises:
@@ -329,6 +341,7 @@ async def _forward(stream: OutputStream, context: Context, *, is_streamed: bool)
     whole: list[int] = []
     while True:
         output = await stream.next()
+        measured.passed(output)
         if not is_streamed:
             whole += output.token_ids
         elif output.token_ids:

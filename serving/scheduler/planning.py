@@ -143,7 +143,8 @@ def _plan_running(
             wanted = drafting.num_drafts(
                 row.draft_rate, start, most=num_drafts, cost=limits.draft_cost
             )
-            end = start + min(1 + wanted, draft.budget)
+            # Drafts end with the context: no bucket has pages for more, and the pool may have none.
+            end = min(start + min(1 + wanted, draft.budget), limits.max_request_tokens - 1)
             if num_drafts and limits.drafter == "ngram":
                 room = min(end, row.request.max_cached_tokens) - start - 1
                 drafts = ngram.propose(

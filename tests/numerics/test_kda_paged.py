@@ -188,8 +188,9 @@ def test_the_kernel_matches_the_reference(implementation, case, rows, heads):
     window, state = states(inputs, pool, inputs["target"])
     want_window, want_state = states(inputs, want, inputs["target"])
     np.testing.assert_array_equal(window, want_window)
-    # Of a million values some come out of the convolution on the other side of a bf16 tie.
-    assert relative_error(state, want_state) < BF16 / 10
+    # Of a million values some come out of the convolution on the other side of a bf16 tie, which
+    # is up to 2**-7 of the value.
+    assert relative_error(state, want_state) < BF16
     assert np.quantile(np.abs(state - want_state), 0.999) < CHUNKED_F32 * np.abs(want_state).max()
 
 
