@@ -81,6 +81,15 @@ def filtered(
     return jnp.where(is_kept, scaled, -jnp.inf)
 
 
+def tempered(
+    logits: Float32[Array, "S V"], temperature: Float32[Array, " S"]
+) -> Float32[Array, "S V"]:
+    """`filtered` with top-k and top-p off, which needs no order."""
+    is_best = jnp.arange(logits.shape[1])[None] == best(logits)[:, None]
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    return jnp.where(is_best | (temperature > 0)[:, None], scaled, -jnp.inf)
+
+
 def gumbel(
     seeds: UInt32[Array, " S"], positions: Int32[Array, " S"], vocab: int
 ) -> Float32[Array, "S V"]:

@@ -14,7 +14,7 @@ from k3jax.draft.acceptance import verify
 from k3jax.layers import linear_f32
 from k3jax.program import DRAFT_PREFIX, Program, RowBuffers
 from k3jax.run import Run, apply
-from k3jax.sampling import best, draft_gumbel, filtered, sample
+from k3jax.sampling import best, draft_gumbel, sample, tempered
 from k3jax.step_meta import last_token_of_row
 from sharding import collectives
 
@@ -135,14 +135,13 @@ def _look_ahead(
             drafts, _ = model.propose(_draft_params(run), logits, newest, likeliest)
             return RowBuffers(jnp.concatenate([newest[:, None], drafts], axis=1), none), pool
         temperature = fields["temperature"]
-        off = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.float32)
 
         def drawn(place: Array, scores: Float32[Array, "S V"]) -> Array:
             noise = draft_gumbel(fields["seeds"], positions + 1 + place, scores.shape[1])
-            return best(filtered(scores, temperature, *off) + noise)
+            return best(tempered(scores, temperature) + noise)
 
         drafts, scores = model.propose(_draft_params(run), logits, newest, drawn)
-        scores = jax.vmap(lambda x: filtered(x, temperature, *off), 1, 1)(scores)
+        scores = jax.vmap(tempered, (1, None), 1)(scores, temperature)
         return RowBuffers(jnp.concatenate([newest[:, None], drafts], axis=1), scores), pool
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from k3jax.draft.acceptance import Accepted, accept
-from k3jax.sampling import filtered, sample
+from k3jax.sampling import filtered, sample, tempered
 
 VOCAB, DRAFTS, SAMPLES = 5, 3, 60_000
 RULES = ("rejection", "block")
@@ -111,6 +111,15 @@ def test_a_row_without_drafts_draws_what_plain_sampling_draws(rule: str) -> None
     got = accept(target, drafts, None, jnp.zeros(16, jnp.int32), seeds, positions, rule=rule)
     np.testing.assert_array_equal(got.num_drafts, 0)
     np.testing.assert_array_equal(got.next_token, want)
+
+
+def test_a_temperature_alone_is_a_filter_that_is_off() -> None:
+    logits = jnp.asarray(np.random.default_rng(6).standard_normal((16, VOCAB)), jnp.float32)
+    logits = logits.at[:, 1].set(logits[:, 3])  # ties
+    logits = logits.at[0, 1:4].set(9.0)
+    temperature = jnp.arange(16, dtype=jnp.float32) / 5
+    want = filtered(logits, temperature, jnp.zeros(16, jnp.int32), jnp.ones(16))
+    np.testing.assert_array_equal(tempered(logits, temperature), want)
 
 
 def test_filtered_keeps_exactly_what_top_k_and_top_p_say() -> None:
