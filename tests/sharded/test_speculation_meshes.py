@@ -169,7 +169,7 @@ def chance(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
 
 
 DRAFTERS: dict[str, Callable[[Sequence[int], int], tuple[int, ...]] | None] = {
-    "dspark": None, "ngram": ngram.propose, "right": right, "wrong": wrong, "chance": chance,
+    "dspark": None, "ngram": ngram.propose, "right": right, "wrong": wrong, "random": chance,
 }  # fmt: skip
 
 
