@@ -176,7 +176,7 @@ async def test_shared_prompt_is_not_computed_again_and_gives_the_same_answer(
 
 def test_client_streams_python(server: RunningServer) -> None:
     command = [sys.executable, "scripts/client.py", "--address", server.address]
-    command += ["--max-tokens", "40", "--temperature", "0", "    if not isinstance("]
+    command += ["--max-tokens", "48", "--temperature", "0", "    if not isinstance("]
     runs = [
         subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
                        capture_output=True, text=True, timeout=60, check=True)
