@@ -19,10 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from k3jax import inputs
 from k3jax.buckets import Bucket
 from k3jax.config import ConfigError
+from k3jax.controls import CALL_SIZE
 from k3jax.layers import param_dtype
 from k3jax.pool import abstract_pool
 from k3jax.program import Program, RowBuffers
-from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep, clearing_step, copying_step
+from k3jax.step import (
+    CLEAR_WIDTH,
+    COPY_WIDTH,
+    MakeStep,
+    clearing_step,
+    controlling_step,
+    copying_step,
+)
 from sharding.mesh import AnyMesh
 
 # XLA counts every in-place update of the pool as a pool of its own, and would spend half of the
@@ -118,6 +126,16 @@ def compile_copying(program: Program, mesh: Mesh) -> jax.stages.Compiled:
     """Compile the program that copies pages."""
     shape = (program.parallel.dp, 3, COPY_WIDTH)
     return _compile_pages(copying_step(program, mesh), program, mesh, shape)
+
+
+def compile_controlling(program: Program, mesh: Mesh) -> jax.stages.Compiled:
+    """Compile the program that sets the controls of rows."""
+    buffers = abstract_arguments(program, mesh, Bucket("decode", 1, 1, 1))[2]
+    array = jax.ShapeDtypeStruct(
+        (program.parallel.dp, CALL_SIZE), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
+    )
+    step = controlling_step(program, mesh)
+    return step.lower(buffers.counts, buffers.biases, array).compile()
 
 
 def _compile_pages(

@@ -40,8 +40,13 @@ class StepInputs:
       export_pages: pages that the exported state goes to; 0 where there is none.
       sample: 1 where the row's last token yields a new one.
       temperature: 0 is greedy.
-      top_k: 0 is off. top_p: 1 is off.
+      top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
       seeds: of the row's random stream.
+      presence, frequency: penalties; 0 is off. repetition: 1 is off.
+      biased: 1 where the biases of the row's slot count.
+      logprobs: 1 where the log probabilities of new tokens are asked for.
+      scored: 1 where those of the row's tokens, of a prompt, are asked for; only in prefill.
+      following: the prompt's token behind those of the row, for that.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -57,7 +62,15 @@ class StepInputs:
     temperature: Float32[np.ndarray, " S"]
     top_k: Int32[np.ndarray, " S"]
     top_p: Float32[np.ndarray, " S"]
+    min_p: Float32[np.ndarray, " S"]
     seeds: UInt32[np.ndarray, " S"]
+    presence: Float32[np.ndarray, " S"]
+    frequency: Float32[np.ndarray, " S"]
+    repetition: Float32[np.ndarray, " S"]
+    biased: Int32[np.ndarray, " S"]
+    logprobs: Int32[np.ndarray, " S"]
+    scored: Int32[np.ndarray, " S"]
+    following: Int32[np.ndarray, " S"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +96,15 @@ FIELDS: tuple[Field, ...] = (
     Field("temperature", np.float32, lambda b, g: (b.rows,)),
     Field("top_k", np.int32, lambda b, g: (b.rows,)),
     Field("top_p", np.float32, lambda b, g: (b.rows,)),
+    Field("min_p", np.float32, lambda b, g: (b.rows,)),
     Field("seeds", np.uint32, lambda b, g: (b.rows,)),
+    Field("presence", np.float32, lambda b, g: (b.rows,)),
+    Field("frequency", np.float32, lambda b, g: (b.rows,)),
+    Field("repetition", np.float32, lambda b, g: (b.rows,)),
+    Field("biased", np.int32, lambda b, g: (b.rows,)),
+    Field("logprobs", np.int32, lambda b, g: (b.rows,)),
+    Field("scored", np.int32, lambda b, g: (b.rows,)),
+    Field("following", np.int32, lambda b, g: (b.rows,)),
 )
 
 
@@ -111,6 +132,7 @@ def empty_inputs(bucket: Bucket, num_recurrent_groups: int, *, scratch_slot: int
     }
     arrays["slots"][:] = scratch_slot
     arrays["top_p"][:] = 1.0
+    arrays["repetition"][:] = 1.0
     return StepInputs(**arrays)
 
 

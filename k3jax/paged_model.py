@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,13 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from k3jax.buckets import Bucket
-from k3jax.compile import compile_clearing, compile_copying, compile_steps, initial_state
+from k3jax.compile import (
+    compile_clearing,
+    compile_controlling,
+    compile_copying,
+    compile_steps,
+    initial_state,
+)
 from k3jax.program import Program
 from k3jax.step import CLEAR_WIDTH, COPY_WIDTH, MakeStep
 
@@ -43,6 +50,7 @@ class PagedModel:
         self._steps = compile_steps(make_step, program, mesh, buckets, on_compiled=on_compiled)
         self._clear = compile_clearing(program, mesh)
         self._copy = compile_copying(program, mesh)
+        self._control = compile_controlling(program, mesh)
         self.pool, self._buffers = initial_state(program, mesh)
 
     def clear(self, pages: Sequence[Sequence[int]]) -> None:
@@ -70,8 +78,17 @@ class PagedModel:
                     columns[:, : len(part)] = np.transpose(part)
             self.pool = self._copy(self.pool, packed)
 
-    def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> jax.Array:
-        """Run one step on packed inputs, which must not be changed afterwards (KF-C20)."""
+    def control(self, call: Int32[np.ndarray, "dp n"]) -> None:
+        """Set the sampling controls of one row of each replica; see `k3jax.controls.calls`."""
+        counts, biases = self._control(self._buffers.counts, self._buffers.biases, call)
+        self._buffers = self._buffers._replace(counts=counts, biases=biases)
+
+    def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> Any:
+        """Run one step on packed inputs, which must not be changed afterwards (KF-C20).
+
+        Returns:
+          What the step gives the host: arrays on the devices.
+        """
         self.pool, self._buffers, result = self._steps[bucket](
             self._params, self.pool, self._buffers, packed
         )

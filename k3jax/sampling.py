@@ -1,4 +1,4 @@
-"""Sampling on the device: greedy, temperature, top-k and top-p, with one random stream a request.
+"""Sampling on the device: greedy, temperature, min-p, top-k, top-p, one random stream a request.
 
 The key of a draw is the request's seed folded with the position of the token to be drawn. So a
 result depends on neither the row, the bucket nor the neighbours, and a recomputed request draws the
@@ -7,44 +7,52 @@ same tokens again (KF-V15).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 _DRAFT = 0x9E3779B9  # sets the random streams of drafts apart
 
 
+class Filters(NamedTuple):
+    """What may be drawn, for each row or place.
+
+    Attributes:
+      temperature: 0 leaves the most likely token alone; of equal ones the lowest id.
+      top_k: number of tokens kept; 0 or at least `V` keeps all.
+      top_p: the most likely tokens are kept until their mass reaches it; 1 keeps all.
+      min_p: tokens are kept that are at least so likely as a share of the most likely one; 0 keeps
+        all. It applies before the other two, which then share out what is left.
+    """
+
+    temperature: Float32[Array, " S"]
+    top_k: Int32[Array, " S"]
+    top_p: Float32[Array, " S"]
+    min_p: Float32[Array, " S"]
+
+
+def temperature_only(temperature: Float32[Array, " S"]) -> Filters:
+    """Filters that keep all tokens, except at temperature 0."""
+    rows = temperature.shape
+    off = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.float32), jnp.zeros(rows, jnp.float32)
+    return Filters(temperature, *off)
+
+
 def sample(
     logits: Float32[Array, "S V"],
-    temperature: Float32[Array, " S"],
-    top_k: Int32[Array, " S"],
-    top_p: Float32[Array, " S"],
+    filters: Filters,
     seeds: UInt32[Array, " S"],
     positions: Int32[Array, " S"],
-) -> tuple[Int32[Array, " S"], Bool[Array, " S"]]:
+) -> Int32[Array, " S"]:
     """Draw one token a row.
 
     Args:
-      temperature: 0 takes the most likely token; of equal ones the lowest id.
-      top_k: number of tokens kept; 0 or at least `V` keeps all.
-      top_p: the most likely tokens are kept until their mass reaches it; 1 keeps all.
       positions: of the token to be drawn in its sequence.
-
-    Returns:
-      Token ids, and whether all logits of the row were finite. The id of a row that was not is
-      meaningless.
     """
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    greedy = best(logits)
-    drawn = lax.cond(
-        jnp.any(temperature > 0),
-        lambda: best(
-            filtered(logits, temperature, top_k, top_p) + gumbel(seeds, positions, logits.shape[1])
-        ),
-        lambda: greedy,
-    )
-    return jnp.where(temperature > 0, drawn, greedy), finite
+    noise = gumbel(seeds, positions, logits.shape[1])
+    return jnp.where(filters.temperature > 0, best(filtered(logits, filters) + noise), best(logits))
 
 
 def best(scores: Float32[Array, "S V"]) -> Int32[Array, " S"]:
@@ -52,24 +60,17 @@ def best(scores: Float32[Array, "S V"]) -> Int32[Array, " S"]:
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
-def filtered(
-    logits: Float32[Array, "S V"],
-    temperature: Float32[Array, " S"],
-    top_k: Int32[Array, " S"],
-    top_p: Float32[Array, " S"],
-) -> Float32[Array, "S V"]:
-    """Unnormalised log probabilities of what temperature, top-k and top-p leave, -inf elsewhere.
-
-    Args:
-      temperature, top_k, top_p: as in `sample`; temperature 0 leaves the most likely token alone.
-    """
+def filtered(logits: Float32[Array, "S V"], filters: Filters) -> Float32[Array, "S V"]:
+    """Unnormalised log probabilities of what the filters leave, -inf elsewhere."""
     vocab = logits.shape[1]
+    temperature, top_k, top_p, min_p = filters
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     limit = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
     limit = jnp.where(temperature > 0, limit, 1)
     in_top_k = jnp.arange(vocab)[None] < limit[:, None]
+    in_top_k &= ranked >= ranked[:, :1] + jnp.log(min_p)[:, None]
     probs = jax.nn.softmax(jnp.where(in_top_k, ranked, -jnp.inf), axis=-1)
     # Mass of the better tokens: the first token is always kept.
     before = jnp.cumsum(probs, axis=-1) - probs
@@ -79,15 +80,6 @@ def filtered(
     least = jnp.take_along_axis(scaled, last, axis=-1)
     is_kept = (scaled > least) | ((scaled == least) & (jnp.arange(vocab)[None] <= last))
     return jnp.where(is_kept, scaled, -jnp.inf)
-
-
-def tempered(
-    logits: Float32[Array, "S V"], temperature: Float32[Array, " S"]
-) -> Float32[Array, "S V"]:
-    """`filtered` with top-k and top-p off, which needs no order."""
-    is_best = jnp.arange(logits.shape[1])[None] == best(logits)[:, None]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    return jnp.where(is_best | (temperature > 0)[:, None], scaled, -jnp.inf)
 
 
 def gumbel(

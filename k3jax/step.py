@@ -1,7 +1,7 @@
 """The jitted programs of a step: one `shard_map` around the whole model.
 
 A serving step takes parameters, the donated pool, the donated row buffers and one packed int32
-array; it returns the pool, the row buffers and one small int32 array. A scoring step returns the
+array; it returns the pool, the row buffers and small int32 arrays. A scoring step returns the
 logits of every token instead. All replicas of the mesh run the same program, each on its own row of
 the packed array.
 """
@@ -17,9 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, UInt16
 
 from k3jax import speculation
+from k3jax.adjust import count, set_controls
 from k3jax.buckets import Bucket
+from k3jax.choice import asked_of, scored
 from k3jax.pool import clear_pages, copy_pages
 from k3jax.program import Params, Program, RowBuffers
+from k3jax.results import StepArrays
 from k3jax.run import run_layers, unpack
 from pallas_kernels.settings import using
 from sharding import collectives
@@ -37,25 +40,32 @@ def serving_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.
     """The jitted step of a bucket.
 
     Returns:
-      `(params, pool, buffers, packed) -> (pool, buffers, result)` with pool and buffers donated.
-      `packed` is int32 `[dp, n]`; `result` is described in `k3jax.results`.
+      `(params, pool, buffers, packed) -> (pool, buffers, arrays)` with pool and buffers donated.
+      `packed` is int32 `[dp, n]`; `arrays` are described in `k3jax.results`.
     """
 
     def step(params: Params, pool: Array, buffers: RowBuffers, packed: Array) -> tuple[Any, ...]:
-        fields = unpack(packed[collectives.replica()], bucket, program.num_recurrent_groups)
+        groups = program.num_recurrent_groups
+        asked = asked_of(jax.vmap(lambda words: unpack(words, bucket, groups))(packed))
+        fields = unpack(packed[collectives.replica()], bucket, groups)
         run = run_layers(program, bucket, params, pool, buffers, fields)
         end = speculation.verified if bucket.num_drafts else speculation.sampled
-        drawn = end(program, run, fields)
+        drawn = end(program, run, fields, asked)
         wanted = (fields["sample"] != 0) & (run.meta.context > 0)
         slots = jnp.where(wanted, fields["slots"], program.max_rows)
-        buffers = jax.tree.map(
-            lambda kept, new: kept.at[slots].set(new, mode="drop"), buffers, drawn.kept
+        is_new = jnp.arange(drawn.tokens.shape[1])[None] < drawn.num_tokens[:, None]
+        buffers = buffers._replace(
+            tokens=buffers.tokens.at[slots].set(drawn.newest, mode="drop"),
+            scores=buffers.scores.at[slots].set(drawn.scores, mode="drop"),
+            counts=count(buffers.counts, drawn.tokens, is_new & wanted[:, None], fields),
         )
         result = jnp.concatenate([*drawn.result, run.load])
         with jax.named_scope("result"):
-            return drawn.pool[None], buffers, collectives.gather_replicas(result)
+            result = collectives.gather_replicas(result)
+        arrays = StepArrays(result, drawn.logprobs, scored(run, fields, asked))
+        return drawn.pool[None], buffers, arrays
 
-    return _jit(program, mesh, bucket, step, PartitionSpec())
+    return _jit(program, mesh, bucket, step, StepArrays(*[PartitionSpec()] * 3))
 
 
 def scoring_step(program: Program, mesh: AnyMesh, bucket: Bucket) -> jax.stages.Wrapped:
@@ -99,6 +109,30 @@ def copying_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
     return _page_step(program, mesh, copy_pages)
 
 
+def controlling_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
+    """The jitted program that sets the controls of one row of each replica.
+
+    Call it before the first step of a request; see `k3jax.controls`.
+
+    Returns:
+      `(counts, biases, packed) -> (counts, biases)`, with these row buffers donated; `packed` is
+      int32 `[dp, CALL_SIZE]`.
+    """
+    specs = program.buffer_specs.counts, program.buffer_specs.biases
+    in_specs = (*specs, PartitionSpec())
+
+    def step(counts: Array, biases: Array, packed: Int32[Array, "dp n"]) -> tuple[Array, Array]:
+        return set_controls(counts, biases, packed[collectives.replica()])
+
+    step.__name__ = set_controls.__name__
+    return jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False),
+        donate_argnums=(0, 1),
+        in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
+        out_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
+    )
+
+
 def _page_step(
     program: Program, mesh: AnyMesh, change: Callable[[Array, Array], Array]
 ) -> jax.stages.Wrapped:
@@ -126,7 +160,7 @@ def _jit(
     mesh: AnyMesh,
     bucket: Bucket,
     step: Callable[..., tuple[Any, ...]],
-    result_spec: PartitionSpec,
+    result_spec: PartitionSpec | StepArrays,
 ) -> jax.stages.Wrapped:
     """`shard_map` and jit a step: explicit shardings in and out, pool and row buffers donated."""
     in_specs = (program.param_specs, program.pool_spec, program.buffer_specs, PartitionSpec())

@@ -13,10 +13,12 @@ import signal
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import grpc
 
 from serving.rpc.protocol import Stub, common, messages
+from serving.stopping import StopCutter
 from serving.tokenizer import Detokenizer, Tokenizer, TokenizerError, load_zip
 
 LOOKUP_TIMEOUT_S = 30.0
@@ -30,12 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print the answer to a prompt and return the exit code."""
     args = build_parser().parse_args(argv)
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    channel = grpc.insecure_channel(
-        args.address,
-        options=(("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)),
-    )
     try:
-        with channel:
+        with open_channel(args) as channel:
             run(Stub(channel), args)
     except (ClientError, TokenizerError) as error:
         print(f"client.py: error: {error}", file=sys.stderr)
@@ -66,8 +64,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, help="probability mass to sample from (default: 1)")
     add("--top-k", type=int, help="candidates to sample from (default: all)")
     add("--seed", type=int, help="the same seed gives the same answer (default: random)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer in front of this text; may be given several times",
+    )
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--request-id", default=uuid.uuid4().hex, help="(default: random)")
+    add("--ca", type=Path, metavar="FILE", help="PEM certificates to trust: connect over TLS")
+    add("--cert", type=Path, metavar="FILE", help="PEM certificate to show to the server")
+    add("--key", type=Path, metavar="FILE", help="PEM key of --cert")
     add("--timeout", type=float, metavar="S", help="give up after S seconds (default: never)")
     add(
         "--stats",
@@ -75,6 +83,23 @@ def build_parser() -> argparse.ArgumentParser:
         help="print token counts, reused ones too, and times to stderr at the end",
     )
     return parser
+
+
+def open_channel(args: argparse.Namespace) -> grpc.Channel:
+    """Connect, over TLS if a certificate was given.
+
+    Raises:
+      ClientError: a file cannot be read.
+    """
+    options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+    if args.ca is None and args.cert is None and args.key is None:
+        return grpc.insecure_channel(args.address, options=options)
+    try:
+        ca, key, cert = (path and path.read_bytes() for path in (args.ca, args.key, args.cert))
+    except OSError as error:
+        raise ClientError(f"{error.filename} cannot be read: {error.strerror}") from error
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    return grpc.secure_channel(args.address, credentials, options=options)
 
 
 def run(stub: Stub, args: argparse.Namespace) -> None:
@@ -89,15 +114,16 @@ def run(stub: Stub, args: argparse.Namespace) -> None:
     request = build_request(args, tokenizer.encode(text))
     begin_s = time.monotonic()
     first_s, num_tokens, end = None, 0, None
-    detokenizer = Detokenizer(tokenizer, skip=info.eos_token_ids)
+    detokenizer, cutter = Detokenizer(tokenizer, skip=info.eos_token_ids), StopCutter(args.stop)
     for reply in stub.Generate(request, timeout=args.timeout):
         if reply.HasField("chunk"):
             first_s = first_s or time.monotonic() - begin_s
             num_tokens += len(reply.chunk.token_ids)
-            print(detokenizer.push(reply.chunk.token_ids), end="", flush=True)
+            text = cutter.push(detokenizer.push(reply.chunk.token_ids))
+            print(text, end="", flush=True)
         else:
             end = reply.complete
-    print(detokenizer.finish(), flush=True)
+    print(cutter.push(detokenizer.finish()) + cutter.finish(), flush=True)
     if end is None:
         raise ClientError("the stream ended without its last message; see the server's log")
     if args.stats:
@@ -111,7 +137,7 @@ def run(stub: Stub, args: argparse.Namespace) -> None:
 
 def build_request(args: argparse.Namespace, token_ids: list[int]) -> messages.GenerateRequest:
     """The request; options that were not given stay unset, and the server chooses."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
         return messages.GenerateRequest(

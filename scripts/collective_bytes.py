@@ -76,7 +76,8 @@ def _measure(args: argparse.Namespace, parallel: ParallelConfig) -> tuple[dict[s
     found = collectives(
         texts.optimised or texts.lowered,
         lowered=texts.lowered,
-        trips={"moe/experts": args.rounds},
+        # Log probabilities are exchanged only in steps with rows that ask for them.
+        trips={"moe/experts": args.rounds, "logprobs": 0, "sample/logprobs": 0},
     )
     rows = report.rows(
         found,

@@ -1,6 +1,7 @@
 """Train the embedded model and its DSpark draft on the sources of Python's standard library.
 
-    python scripts/train_embedded.py --out DIR                     on one H200, a few minutes
+    python scripts/train_embedded.py --out DIR                     on one H200, ten minutes
+    python scripts/train_embedded.py --out NEW --draft-only DIR/model    another draft for a model
     JAX_PLATFORMS=cpu python scripts/train_embedded.py --out DIR --smoke   a few steps, anywhere
 
 `DIR/model` and `DIR/draft` are checkpoints in the released layouts, with experts in MXFP4, which is
@@ -27,7 +28,7 @@ if str(CHECKOUT) not in sys.path:
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from embedded_training import config, data, draft, loop, target  # noqa: E402
-from embedded_training.export import released_tensors  # noqa: E402
+from embedded_training.export import read_target, released_tensors  # noqa: E402
 from embedded_training.tokenizer import NUM_RANKS, write_tokenizer  # noqa: E402
 
 from k3jax.config import ModelConfig  # noqa: E402
@@ -58,35 +59,41 @@ def main() -> int:
     draft_cfg = DraftConfig.from_hf(config.draft_config())
     draft_cfg.check_target(cfg)
 
-    curves: dict[str, list[dict[str, float]]] = {"model": [], "draft": []}
-    params = _follow("model", target.train(dense, corpus.train, plan["model"]), curves)
-    loss = target.held_out_loss(params, dense, corpus.held_out, *size)
-    print(f"held out: {loss:.4f} nats, {loss / math.log(2):.3f} bits a byte", flush=True)
-    _write(args.out / "model", cfg, config.model_config(), params)
-    write_tokenizer(args.out / "model", cfg.max_position_tokens)
+    record = {} if args.draft_only is None else _read_record(args.draft_only)
+    curves: dict[str, list[dict[str, float]]] = record.get("curves", {})
+    if args.draft_only is None:
+        params = _follow("model", target.train(dense, corpus.train, plan["model"]), curves)
+        loss = target.held_out_loss(params, dense, corpus.held_out, *size)
+        print(f"held out: {loss:.4f} nats, {loss / math.log(2):.3f} bits a byte", flush=True)
+        _write(args.out / "model", cfg, config.model_config(), params)
+        write_tokenizer(args.out / "model", cfg.max_position_tokens)
+        record |= {"held_out_nats": loss, "held_out_bits_per_byte": loss / math.log(2)}
 
-    frozen = jax.jit(lambda p: target.computed(p, dense))(params)
+    frozen = read_target(args.draft_only or args.out / "model", dense)
     draft_params = _follow(
         "draft", draft.train(draft_cfg, dense, frozen, corpus.train, plan["draft"]), curves
     )
     score = draft.held_out_score(draft_params, draft_cfg, dense, frozen, corpus.held_out, *size)
     print("taken, by place: ", np.round(score.agree, 3).tolist(), flush=True)
-
     _write(args.out / "draft", draft_cfg, config.draft_config(), draft_params)
-    record = {
+    schedules = {name: dataclasses.asdict(schedule) for name, schedule in plan.items()}
+    record |= {
         "seed": args.seed,
-        "schedules": {name: dataclasses.asdict(schedule) for name, schedule in plan.items()},
+        "schedules": record.get("schedules", schedules) | {"draft": schedules["draft"]},
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "python": data.python_version()},
         "data": {"licence": LICENCE, "files": corpus.files},
-        "held_out_nats": loss,
-        "held_out_bits_per_byte": loss / math.log(2),
         "draft_taken_by_place": np.asarray(score.agree).tolist(),
         "draft_equal_by_place": np.asarray(score.equal).tolist(),
         "curves": curves,
     }
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def _read_record(model: Path) -> dict[str, Any]:
+    """The record of the training that made a model."""
+    return json.loads((model.parent / "training.json").read_text())
 
 
 def _write(folder: Path, cfg: AnyConfig, hf_config: dict[str, Any], params: loop.Tree) -> None:
@@ -100,6 +107,7 @@ def _follow(
 ) -> loop.Tree:
     """Print and record a training; return the parameters at its end."""
     reached: loop.Tree = {}
+    curves[name] = []
     for step, loss, seconds, params in progress:
         curves[name].append({"step": step, "loss": loss, "seconds": seconds})
         print(f"{name} step {step}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
@@ -113,7 +121,10 @@ def _parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--steps", type=int, default=1300, help="of the model")
-    parser.add_argument("--draft-steps", type=int, default=900)
+    parser.add_argument("--draft-steps", type=int, default=2000)
+    parser.add_argument(
+        "--draft-only", type=Path, metavar="DIR", help="train a new draft for this DIR/model"
+    )
     parser.add_argument("--seed", type=int, default=20261201)
     parser.add_argument("--smoke", action="store_true", help="three short steps of each")
     return parser.parse_args()

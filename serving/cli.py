@@ -33,6 +33,7 @@ from serving.processes.repeat import SharedModel
 from serving.processes.roles import GroupConfig, Outcome, lead, report_failure, start_group, work
 from serving.processes.watch import LAST_PHASE
 from serving.processes.worker import Worker
+from serving.profiler import ProfiledExecutor, Profiler
 from serving.record import open_recorder
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.logs import configure_logs, log_event, log_exception
@@ -90,6 +91,7 @@ def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = Non
       HostLostError: another process of the group is lost.
     """
     from serving.executor import Executor
+    from serving.tracing import XlaTracer
 
     options = setup.options
     if leader is not None:
@@ -120,8 +122,20 @@ def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = Non
     if options.record:
         recorder = open_recorder(options.record, table, limits, num_replicas=num_replicas)
     tables = (table,) * num_replicas
-    engine = Engine(executor, limits, tables, recorder=recorder, on_failure=on_failure)
-    return Served(engine=engine, limits=limits, page_tokens=loaded.geometry.page_tokens)
+    profiler = Profiler(setup.cache_dir / "profiles", XlaTracer())
+    engine = Engine(
+        ProfiledExecutor(executor, profiler),
+        limits,
+        tables,
+        recorder=recorder,
+        on_failure=on_failure,
+    )
+    return Served(
+        engine=engine,
+        limits=limits,
+        page_tokens=loaded.geometry.page_tokens,
+        profiler=profiler,
+    )
 
 
 def _load_weights(setup: Setup, barrier: Barrier) -> tuple[LoadedModel, int]:
@@ -239,7 +253,13 @@ async def _serve(setup: Setup, leader: Leader | None = None) -> None:
         bundle=setup.bundle,
         draw_seed=lambda: secrets.randbits(32),
     )
-    config = ServerConfig(host=options.host, port=options.port, drain_s=options.drain_seconds)
+    config = ServerConfig(
+        host=options.host,
+        port=options.port,
+        tls=setup.tls,
+        max_message_bytes=options.max_message_bytes,
+        drain_s=options.drain_seconds,
+    )
     server = Server(config, service, lifecycle)
     address = await server.open()
     if options.metrics_port is not None:

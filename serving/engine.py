@@ -31,6 +31,7 @@ from serving.plan import GroupPlan, GroupResult, Output
 from serving.record import Committed, Ended, Flushed, Planned, Recorder, Submitted
 from serving.request import Request, RequestError
 from serving.scheduler import Limits
+from serving.stopping import StopMatcher
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Engine[Handle]:
         self._replicas = replicas.initial_replicas(tables, limits)
         self._totals = Totals(generated_tokens=(0,) * len(tables))
         self._on_output: dict[str, OnOutput] = {}
+        self._matchers: dict[str, StopMatcher] = {}
         self._paused: set[str] = set()
         self._in_flight: collections.deque[tuple[Handle, float]] = collections.deque()
         self._drains: list[Future[None]] = []
@@ -113,12 +115,15 @@ class Engine[Handle]:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def submit(self, request: Request, on_output: OnOutput) -> Future[None]:
+    def submit(
+        self, request: Request, on_output: OnOutput, *, matcher: StopMatcher | None = None
+    ) -> Future[None]:
         """Hand in a request.
 
         Args:
           on_output: called from the engine's thread, after acceptance, for each output of the
             request. It must not block; if it raises, the request is aborted.
+          matcher: finds the stop strings of the request, if it has any.
 
         Returns:
           Done once the engine has accepted the request. Fails with `RequestError` if it is refused,
@@ -130,7 +135,7 @@ class Engine[Handle]:
         except RequestError as error:
             accepted.set_exception(error)
             return accepted
-        self._post(Submit(request, on_output, accepted, self._chain_of(request)))
+        self._post(Submit(request, on_output, accepted, self._chain_of(request), matcher))
         return accepted
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -212,11 +217,33 @@ class Engine[Handle]:
         self._note_oldest_step()
         self._recorder.write(Committed(result))
         self._replicas, outputs = replicas.commit(self._replicas, result)
+        if self._matchers:
+            outputs = tuple(tuple(map(self._end_at_stop, part)) for part in outputs)
         generated = tuple(sum(len(output.token_ids) for output in part) for part in outputs)
         self._totals = self._totals.with_step(generated, result.expert_load)
         self._show()
         for output in itertools.chain.from_iterable(outputs):
             self._deliver(output)
+
+    def _end_at_stop(self, output: Output) -> Output:
+        """End a request whose tokens complete a stop string; those behind it are dropped."""
+        matcher = self._matchers.get(output.request_id)
+        # The text of a token that ends the request is no part of the answer's.
+        num_tokens = len(output.token_ids) - (output.matched_token_id is not None)
+        match = matcher and matcher.find(output.token_ids[:num_tokens])
+        if match is None:
+            return output
+        if output.finish_reason is None:
+            self._recorder.write(Ended(output.request_id))
+            self._replicas, _ = replicas.abort(self._replicas, output.request_id)
+        return output._replace(
+            token_ids=output.token_ids[: match.num_tokens],
+            completion_tokens=output.completion_tokens - len(output.token_ids) + match.num_tokens,
+            logprobs=output.logprobs[: match.num_tokens],
+            finish_reason="stop",
+            matched_token_id=None,
+            matched_stop=match.stop,
+        )
 
     def _note_oldest_step(self) -> None:
         self._step_started_s = self._in_flight[0][1] if self._in_flight else None
@@ -256,6 +283,8 @@ class Engine[Handle]:
             event.accepted.set_exception(error)
             return
         self._on_output[event.request.request_id] = event.on_output
+        if event.matcher is not None:
+            self._matchers[event.request.request_id] = event.matcher
         prompt_tokens = self._totals.prompt_tokens + len(event.request.prompt)
         self._totals = self._totals._replace(prompt_tokens=prompt_tokens)
         self._show()
@@ -298,6 +327,7 @@ class Engine[Handle]:
 
     def _forget(self, request_id: str) -> None:
         self._on_output.pop(request_id, None)
+        self._matchers.pop(request_id, None)
         self._paused.discard(request_id)
 
     def _resolve_drains(self) -> None:

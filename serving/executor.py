@@ -7,15 +7,19 @@ step's result.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
-import jax
 import numpy as np
+from jaxtyping import Int32
 
+from k3jax import controls
 from k3jax.paged_model import PagedModel
-from k3jax.results import unpack
+from k3jax.results import StepArrays, TokenLogprobs, unpack, unpack_logprobs
 from serving.packing import pack_group
-from serving.plan import GroupPlan, GroupResult, StepResult
+from serving.plan import GroupPlan, GroupResult, RowPlan, StepResult
 from serving.processes.repeat import SharedModel
+
+type PlaceLogprobs = tuple[TokenLogprobs, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,16 +27,11 @@ class Handle:
     """A dispatched step whose result is on its way to the host.
 
     Attributes:
-      max_rows: of each replica in the result, padding included.
-      num_drafts: that each row of the step can bring.
-      num_rows: of each replica's plan; 0 if it has none.
+      arrays: log probabilities only if rows ask for them, else None.
     """
 
-    step_id: int
-    max_rows: int
-    num_drafts: int
-    num_rows: tuple[int, ...]
-    result: jax.Array
+    plan: GroupPlan
+    arrays: StepArrays
 
 
 class Executor:
@@ -42,34 +41,83 @@ class Executor:
         self._model = model
 
     def dispatch(self, plan: GroupPlan) -> Handle:
-        """Start a step. Before it, the pages it hands out are cleared, then some are copied."""
+        """Start a step. Before it, the pages it hands out are cleared, then some are copied, and
+        the controls of new requests are set."""
         program = self._model.program
         self._model.clear([one.clear_pages if one else () for one in plan.plans])
         self._model.copy([one.copies if one else () for one in plan.plans])
+        if any(one.controls for one in plan.plans if one):
+            new = [one.controls if one else () for one in plan.plans]
+            for call in controls.calls(new, program.max_rows):
+                self._model.control(call)
         packed = pack_group(plan, program.num_recurrent_groups, program.max_rows)
-        result = self._model.run(plan.bucket, packed)
-        result.copy_to_host_async()
-        num_rows = tuple(len(one.rows) if one else 0 for one in plan.plans)
-        bucket = plan.bucket
-        return Handle(plan.step_id, bucket.rows, bucket.num_drafts, num_rows, result)
+        arrays = self._model.run(plan.bucket, packed)
+        special = [
+            row for one in plan.plans if one for row in one.rows if not row.sampling.is_plain
+        ]
+        arrays = arrays._replace(
+            logprobs=arrays.logprobs if any(map(_tells, special)) else None,
+            prompt_logprobs=arrays.prompt_logprobs if any(row.scored for row in special) else None,
+        )
+        for array in arrays:
+            if array is not None:
+                array.copy_to_host_async()
+        return Handle(plan, arrays)
 
     def collect(self, handle: Handle) -> GroupResult:
         """Wait for a step and return its sampled tokens, one a row of each plan."""
-        output = unpack(np.asarray(handle.result), handle.max_rows, handle.num_drafts)
-        return GroupResult(
-            step_id=handle.step_id,
-            results=tuple(
-                StepResult(
-                    step_id=handle.step_id,
-                    tokens=tokens[:count],
-                    finite=finite[:count],
-                    accepted=accepted[:count],
-                )
-                if count
-                else None
-                for tokens, finite, accepted, count in zip(
-                    output.tokens, output.finite, output.accepted, handle.num_rows, strict=True
-                )
-            ),
-            expert_load=tuple(output.expert_load.tolist()),
-        )
+        plan, bucket = handle.plan, handle.plan.bucket
+        output = unpack(np.asarray(handle.arrays.result), bucket.rows, bucket.num_drafts)
+        results: list[StepResult | None] = []
+        for number, one in enumerate(plan.plans):
+            if one is None:
+                results.append(None)
+                continue
+            count = len(one.rows)
+            result = StepResult(
+                step_id=plan.step_id,
+                tokens=output.tokens[number, :count],
+                finite=output.finite[number, :count],
+                accepted=output.accepted[number][:count],
+            )
+            logprobs, prompt_logprobs = handle.arrays.logprobs, handle.arrays.prompt_logprobs
+            if logprobs is not None:
+                told = _of_tokens(np.asarray(logprobs)[number], one.rows, result.accepted)
+                result = dataclasses.replace(result, logprobs=told)
+            if prompt_logprobs is not None:
+                told = _of_prompts(np.asarray(prompt_logprobs)[number], one.rows)
+                result = dataclasses.replace(result, prompt_logprobs=told)
+            results.append(result)
+        load = tuple(output.expert_load.tolist())
+        return GroupResult(step_id=plan.step_id, results=tuple(results), expert_load=load)
+
+
+def _tells(row: RowPlan) -> bool:
+    """Whether the log probabilities of the row's new tokens are asked for."""
+    return row.samples and row.sampling.logprobs is not None
+
+
+def _of_tokens(
+    packed: Int32[np.ndarray, "S X n"],
+    rows: Iterable[RowPlan],
+    accepted: tuple[tuple[int, ...], ...],
+) -> tuple[PlaceLogprobs, ...]:
+    """Log probabilities of the tokens that each row generated."""
+    told: list[PlaceLogprobs] = []
+    for index, row in enumerate(rows):
+        num_tokens = 1 + (len(accepted[index]) if accepted else 0) if _tells(row) else 0
+        told.append(unpack_logprobs(packed[index, :num_tokens], row.sampling.logprobs or 0))
+    return tuple(told)
+
+
+def _of_prompts(
+    packed: Int32[np.ndarray, "T n"], rows: Iterable[RowPlan]
+) -> tuple[PlaceLogprobs, ...]:
+    """Log probabilities of what follows each token of each row."""
+    told: list[PlaceLogprobs] = []
+    start = 0
+    for row in rows:
+        part = packed[start : start + row.length] if row.scored else packed[:0]
+        told.append(unpack_logprobs(part, row.sampling.prompt_logprobs or 0))
+        start += row.length
+    return tuple(told)

@@ -15,19 +15,21 @@ from concurrent.futures import Future
 from serving.page_table import KeyChain
 from serving.plan import Output
 from serving.request import Request
+from serving.stopping import StopMatcher
 
 OnOutput = Callable[[Output], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request with the prefix keys of its prompt; `accepted` tells its sender the engine's
-    decision."""
+    """A new request with the prefix keys of its prompt and what finds its stop strings, if it has
+    any; `accepted` tells its sender the engine's decision."""
 
     request: Request
     on_output: OnOutput
     accepted: Future[None]
     chain: KeyChain
+    matcher: StopMatcher | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -74,6 +74,10 @@ class Options:
     host: str
     port: int
     metrics_port: int | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_client_ca: Path | None
+    max_message_bytes: int
     drain_seconds: float
     log_level: str
     record: Path | None
@@ -366,7 +370,8 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; there is no authentication (default: %(default)s)",
+        help="address to listen on; without --tls-client-ca there is no authentication "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--port",
@@ -379,6 +384,24 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         type=number(int, at_least=0, at_most=65535),
         metavar="PORT",
         help="serve Prometheus metrics over HTTP at /metrics of this port (default: not served)",
+    )
+    group.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve TLS only"
+    )
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM key of --tls-cert")
+    group.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="PEM certificates: take only clients with a certificate that one of them signed",
+    )
+    group.add_argument(
+        "--max-message-bytes",
+        type=byte_size,
+        default="64M",
+        metavar="SIZE",
+        help="largest request message; larger ones end with RESOURCE_EXHAUSTED "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--drain-seconds",

@@ -66,6 +66,22 @@ def _fill_rows(inputs: StepInputs, plan: StepPlan, num_recurrent_groups: int) ->
     inputs.top_k[:count] = [max(0, one.top_k) for one in sampling]
     inputs.top_p[:count] = [one.top_p for one in sampling]
     inputs.seeds[:count] = [one.seed for one in sampling]
+    for index, one in enumerate(sampling):
+        if not one.is_plain:
+            _fill_special(inputs, index, plan.rows[index])
+
+
+def _fill_special(inputs: StepInputs, index: int, row: RowPlan) -> None:
+    """What few rows ask for."""
+    one = row.sampling
+    inputs.min_p[index] = one.min_p
+    inputs.presence[index] = one.presence_penalty
+    inputs.frequency[index] = one.frequency_penalty
+    inputs.repetition[index] = one.repetition_penalty
+    inputs.biased[index] = one.has_biases
+    inputs.logprobs[index] = one.logprobs is not None and row.samples
+    inputs.scored[index] = row.scored
+    inputs.following[index] = row.following
 
 
 def _fill_tokens(

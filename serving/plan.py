@@ -15,6 +15,8 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from k3jax.buckets import Bucket
+from k3jax.controls import RowControls
+from k3jax.results import TokenLogprobs
 from serving.request import RequestError, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -73,6 +75,8 @@ class RowPlan(NamedTuple):
         target are only read.
       samples: whether the row's last token yields a new one.
       export: a state inside the chunk to keep as well.
+      scored: whether the log probabilities of what follows the row's tokens in its prompt are asked
+        for. following: the prompt's token behind the row, if there is one.
       num_drafts: of the `length` tokens, how many are drafts that come last.
       draft_states: pages of the state after each draft; `state_target` then holds the state before
         the drafts.
@@ -91,6 +95,8 @@ class RowPlan(NamedTuple):
     export: StateExport | None = None
     num_drafts: int = 0
     draft_states: tuple[tuple[int, ...], ...] = ()
+    scored: bool = False
+    following: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +111,7 @@ class StepPlan:
       copies: executed after the clearing and before the forward pass. No page is the target of two
         copies, or both source and target.
       admitted: requests whose first row this is, in order.
+      controls: of those that need some; to be set before the forward pass.
     """
 
     step_id: int
@@ -113,6 +120,7 @@ class StepPlan:
     clear_pages: tuple[int, ...]
     copies: tuple[PageCopy, ...] = ()
     admitted: tuple[Admission, ...] = ()
+    controls: tuple[RowControls, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,12 +132,16 @@ class StepResult:
       finite: bool `[S]`; false where the logits that a sampling row drew from hold NaN or Inf.
       accepted: drafts that the target model took, for each row, in front of its sampled token;
         empty if no row has drafts.
+      logprobs: of the tokens of each row, for rows that ask for them; empty if none does.
+      prompt_logprobs: of what follows each token of the step, for rows that ask for that; likewise.
     """
 
     step_id: int
     tokens: Int32[np.ndarray, " S"]
     finite: Bool[np.ndarray, " S"]
     accepted: tuple[tuple[int, ...], ...] = ()
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +185,10 @@ class Output(NamedTuple):
       finish_reason: None while the request goes on. The last output of a request, and only that,
         has one.
       matched_token_id: the token that ended the request, when `finish_reason` is `stop`.
+      matched_stop: the string that did.
+      logprobs: of `token_ids`, if the request asks for them.
+      prompt_logprobs: of the prompt's tokens from the second on; with the first output of a request
+        that asks for them.
       error: set when `finish_reason` is `error`.
     """
 
@@ -184,3 +200,6 @@ class Output(NamedTuple):
     matched_token_id: int | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
+    matched_stop: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

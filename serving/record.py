@@ -67,7 +67,7 @@ class Planned(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """`replicas.commit`. The load of the experts is not recorded."""
+    """`replicas.commit`. The load of the experts and log probabilities are not recorded."""
 
     result: GroupResult
 
@@ -233,7 +233,7 @@ def _decode(line: dict[str, Any]) -> Event | Setup:
             return Committed(GroupResult(step_id=step_id, results=results))
         case "submit":
             values = line["request"]
-            sampling = _make(SamplingParams, values["sampling"], "stop_token_ids")
+            sampling = _decode_sampling(values["sampling"])
             request = values | {"sampling": sampling}
             return Submitted(_make(Request, request, "prompt", "eos_token_ids"))
         case "abort":
@@ -252,6 +252,15 @@ def _decode(line: dict[str, Any]) -> Event | Setup:
             )
         case _:
             raise ValueError(f"unknown op or format: {line['op']!r}")
+
+
+def _decode_sampling(values: dict[str, Any]) -> SamplingParams:
+    """Lines of older records lack what was added since, and its defaults are right for them."""
+    known = {name: value for name, value in values.items() if name != "is_plain"}
+    pairs = tuple((int(token), float(value)) for token, value in known.get("logit_bias", ()))
+    return _make(
+        SamplingParams, {"stop": ()} | known | {"logit_bias": pairs}, "stop_token_ids", "stop"
+    )
 
 
 def _decode_result(step_id: int, line: dict[str, Any]) -> StepResult:

@@ -27,16 +27,16 @@ from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.loads import totals
 from serving.rpc.logs import log_event
 from serving.rpc.service import EngineService
+from serving.tls import TlsFiles, server_credentials
 
 OnFailure = Callable[[BaseException], None]
 # Given what to call when the engine fails, loads the model and returns it with its engine.
 Load = Callable[[OnFailure], Served]
 
-# A prompt of two million tokens is 6 MB. The ping options keep peers that probe a silent stream
+# The ping options keep peers that probe a silent stream
 # from being sent away. Without the last, a second server would share the port (serving-api.md
 # section 11).
 _OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -62,11 +62,15 @@ class ServerConfig:
 
     Attributes:
       port: 0 takes a free one.
+      tls: None serves in the clear.
+      max_message_bytes: of a request. A prompt of two million token ids is 6 MB.
       drain_s: time that running requests have to finish after the server was told to stop.
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
+    tls: TlsFiles | None = None
+    max_message_bytes: int = 64 * 2**20
     drain_s: float = 30.0
 
 
@@ -80,7 +84,8 @@ class Server:
     def __init__(self, config: ServerConfig, service: EngineService, lifecycle: Lifecycle):
         self._config, self._service, self._lifecycle = config, service, lifecycle
         self._loop = asyncio.get_running_loop()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        limit = ("grpc.max_receive_message_length", config.max_message_bytes)
+        self._server = grpc.aio.server(options=(*_OPTIONS, limit))
         self._stop_asked = asyncio.Event()
         self._stop_hurried = asyncio.Event()
         self._failure: asyncio.Future[BaseException] = self._loop.create_future()
@@ -99,7 +104,11 @@ class Server:
         reflection.enable_server_reflection(names, self._server)  # pyright: ignore
         await self._lifecycle.publish()
         try:
-            port = self._server.add_insecure_port(_address(host, port))
+            if self._config.tls is None:
+                port = self._server.add_insecure_port(_address(host, port))
+            else:
+                credentials = server_credentials(self._config.tls)
+                port = self._server.add_secure_port(_address(host, port), credentials)
         except RuntimeError as error:
             raise ServerError(f"cannot listen on {_address(host, port)}: {error}") from error
         await self._server.start()

@@ -22,6 +22,7 @@ from serving.page_table.policy import CachePolicy
 from serving.processes.place import Place, PlaceFlags, check_ranks, resolve
 from serving.rpc.bundle import Bundle, build_bundle
 from serving.rpc.model_info import ModelInfo, read_model_info
+from serving.tls import TlsFiles, find_tls
 from serving.tokenizer import Tokenizer, load_folder
 from sharding.axes import ParallelConfig, parse_mesh
 
@@ -40,6 +41,10 @@ _OPTIONS_OF_A_PROCESS = {
     "host",
     "port",
     "metrics_port",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "max_message_bytes",
     "drain_seconds",
     "log_level",
     "coordinator",
@@ -72,6 +77,7 @@ class Setup:
     tokenizer: Tokenizer | None
     bundle: Bundle | None
     info: ModelInfo
+    tls: TlsFiles | None
 
 
 def find_place(options: Options) -> Place:
@@ -107,6 +113,10 @@ def prepare(options: Options) -> Setup:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     place = find_place(options)
+    # Only the first process of a group has a port.
+    tls = None
+    if place.host_id == 0:
+        tls = find_tls(options.tls_cert, options.tls_key, options.tls_client_ca)
     if options.record is not None and place.host_id == 0:
         _check_record(options.record)
     cache_dir = options.cache_dir or default_cache_dir()
@@ -172,6 +182,7 @@ def prepare(options: Options) -> Setup:
         info=read_model_info(
             folder, model, tokenizer, name=name, max_context_tokens=engine.max_context_tokens
         ),
+        tls=tls,
     )
 
 

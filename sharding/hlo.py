@@ -90,10 +90,11 @@ def collectives(
     Args:
       text: the program, usually after optimisation.
       lowered: the same program before optimisation; see the module's description.
-      trips: how often to count loops whose length the text does not tell, by their scope.
+      trips: how often to count branches, and loops whose length the text does not tell, by their
+        scope; 0 leaves their collectives out.
 
     Raises:
-      ValueError: a collective is in a branch or in a loop of unknown length, or is not understood.
+      ValueError: a collective is in another branch or such loop, or is not understood.
     """
     module = parse(text)
     asked = _asked_dtypes(parse(lowered)) if lowered else {}
@@ -102,7 +103,7 @@ def collectives(
         kind = _kind(site.instruction)
         if kind is not None:
             found += _parts(site, kind, module, asked, trips or {})
-    return found
+    return [one for one in found if one.times]
 
 
 def dot_flops(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from k3jax.config import EngineConfig
+from k3jax.results import TokenLogprobs
 from serving import replicas, scheduler
 from serving.engine import Executor
 from serving.page_table import CachePolicy, PageGeometry, PageTable, empty_table
@@ -118,6 +119,14 @@ def solo_tokens(
     return tuple(known[len(request.prompt) :])
 
 
+def fake_logprobs(tokens: Iterable[int], count: int | None) -> tuple[TokenLogprobs, ...]:
+    """What `FakeExecutor` tells of tokens to a request that asks for `count` more at each place."""
+    if count is None:
+        return ()
+    top, ids = tuple(-1.0 - i for i in range(count)), tuple(range(count))
+    return tuple(TokenLogprobs(-token / 8, top, ids) for token in tokens)
+
+
 class FakeClock:
     """Seconds that pass only when told to."""
 
@@ -181,6 +190,17 @@ class FakeExecutor:
             step_id=plan.step_id,
             tokens=np.array([token for token, _ in rows], np.int32),
             finite=np.array([is_finite for _, is_finite in rows], np.bool_),
+            logprobs=tuple(
+                fake_logprobs([token], row.sampling.logprobs)
+                for row, (token, _) in zip(plan.rows, rows, strict=True)
+            ),
+            prompt_logprobs=tuple(
+                fake_logprobs(
+                    [*tokens[1:], row.following],
+                    row.sampling.prompt_logprobs if row.scored else None,
+                )
+                for row, tokens in zip(plan.rows, inputs, strict=True)
+            ),
         )
         self._uncollected.append(plan.step_id)
         return plan.step_id

@@ -131,12 +131,17 @@ def run_replicas(
     return results
 
 
-def run_plans(model: PagedModel, bucket: Bucket, rows: Sequence[RowPlan]) -> list[np.ndarray]:
-    """Run rows as one step of a model with one replica; the result of each, row by row."""
+def start_plans(model: PagedModel, bucket: Bucket, rows: Sequence[RowPlan]) -> Any:
+    """Start rows as one step of a model with one replica; returns the step's arrays."""
     plan = StepPlan(step_id=0, bucket=bucket, rows=tuple(rows), clear_pages=())
     program = model.program
     packed = pack_plan(plan, program.num_recurrent_groups, program.max_rows)
-    (result,) = np.asarray(model.run(bucket, packed[None]))
+    return model.run(bucket, packed[None])
+
+
+def run_plans(model: PagedModel, bucket: Bucket, rows: Sequence[RowPlan]) -> list[np.ndarray]:
+    """Run rows as one scoring step of a model with one replica; the logits of each row."""
+    (result,) = np.asarray(start_plans(model, bucket, rows))
     ends = np.cumsum([row.length for row in rows])
     return np.split(result[: ends[-1]], ends[:-1])
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from k3jax.sampling import best, filtered, gumbel
+from k3jax.sampling import Filters, best, filtered, gumbel
 
 Rule = Literal["rejection", "block"]
 _UNIFORM = 0x5EED  # sets the draws of the rules apart from those of tokens
@@ -40,6 +40,12 @@ class Accepted(NamedTuple):
 
     num_drafts: Int32[Array, " S"]
     next_token: Int32[Array, " S"]
+
+    def tokens(self, drafts_SN: Int32[Array, "S N"]) -> Int32[Array, "S X"]:
+        """The tokens of each row: its drafts that were taken, then `next_token`, then anything."""
+        padded_SX = jnp.pad(drafts_SN, ((0, 0), (0, 1)))
+        is_next_SX = jnp.arange(padded_SX.shape[1])[None] == self.num_drafts[:, None]
+        return jnp.where(is_next_SX, self.next_token[:, None], padded_SX)
 
 
 def accept(
@@ -100,40 +106,40 @@ def verify(
     logits_SXV: Float32[Array, "S X V"],
     drafts_SN: Int32[Array, "S N"],
     num_drafts_S: Int32[Array, " S"],
-    temperature: Float32[Array, " S"],
-    top_k: Int32[Array, " S"],
-    top_p: Float32[Array, " S"],
+    filters: Filters,
     seeds: UInt32[Array, " S"],
     positions: Int32[Array, " S"],
     *,
     draft_SNV: Float32[Array, "S N V"] | None = None,
     rule: Rule = "block",
 ) -> Accepted:
-    """`accept` by the logits of the target and the sampling parameters of each row.
+    """`accept` by the logits of the target and the filters of each row.
 
     Args:
       logits_SXV: of the target after the anchor and after each draft.
-      temperature, top_k, top_p: as in `sampling.sample`.
       Others: as in `accept`.
     """
     rows, slots, vocab = logits_SXV.shape
+    each = jax.tree.map(lambda x: jnp.repeat(x, slots), filters)
+    target = filtered(logits_SXV.reshape(rows * slots, vocab), each)
+    return accept(
+        target.reshape(rows, slots, vocab), drafts_SN, draft_SNV, num_drafts_S, seeds, positions,
+        rule=rule,
+    )  # fmt: skip
 
-    def drawn() -> Accepted:
-        each = [jnp.repeat(x, slots) for x in (temperature, top_k, top_p)]
-        target = filtered(logits_SXV.reshape(rows * slots, vocab), *each)
-        return accept(
-            target.reshape(rows, slots, vocab), drafts_SN, draft_SNV, num_drafts_S, seeds,
-            positions, rule=rule,
-        )  # fmt: skip
 
-    def greedy() -> Accepted:
-        best_SX = best(logits_SXV.reshape(rows * slots, vocab)).reshape(rows, slots)
-        is_draft = jnp.arange(slots - 1)[None] < num_drafts_S[:, None]
-        taken = (drafts_SN == best_SX[:, :-1]) & is_draft
-        num_S = jnp.sum(jnp.cumprod(taken.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
-        return Accepted(num_S, jnp.take_along_axis(best_SX, num_S[:, None], axis=1)[:, 0])
-
-    return jax.lax.cond(jnp.any(temperature > 0), drawn, greedy)
+def verify_greedily(
+    logits_SXV: Float32[Array, "S X V"],
+    drafts_SN: Int32[Array, "S N"],
+    num_drafts_S: Int32[Array, " S"],
+) -> Accepted:
+    """What `verify` gives where every temperature is 0."""
+    rows, slots, vocab = logits_SXV.shape
+    best_SX = best(logits_SXV.reshape(rows * slots, vocab)).reshape(rows, slots)
+    is_draft = jnp.arange(slots - 1)[None] < num_drafts_S[:, None]
+    taken = (drafts_SN == best_SX[:, :-1]) & is_draft
+    num_S = jnp.sum(jnp.cumprod(taken.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
+    return Accepted(num_S, jnp.take_along_axis(best_SX, num_S[:, None], axis=1)[:, 0])
 
 
 def _block(

@@ -29,7 +29,7 @@ from k3jax.layers import linear_f32
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
 
-ANCHORS = 24  # of a sequence
+ANCHORS = 48  # of a sequence
 _GAMMA = 4.0  # places until a loss counts 1/e
 
 

@@ -1,20 +1,48 @@
-"""Trained parameters as a checkpoint in the released layout."""
+"""Trained parameters as a checkpoint in the released layout, and a checkpoint as parameters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array
 
 from k3jax.config import ModelConfig
 from k3jax.params import AnyConfig, describe
-from k3jax.weights.mxfp4 import quantize
+from k3jax.weights import load_params, read_model_config
+from k3jax.weights.mxfp4 import dequantize, quantize
 from k3jax.weights.names import num_experts, num_leading_dims, released_name, stored_shapes
+from sharding.axes import ParallelConfig
+from sharding.mesh import make_mesh
 
 Tree = Mapping[str, Mapping[str, Any]]
+
+
+def read_target(folder: Path, cfg: ModelConfig) -> dict[str, dict[str, Array]]:
+    """Parameters of a written model as the server computes with them, experts unpacked.
+
+    Args:
+      folder: checkpoint with MXFP4 experts.
+      cfg: of the result, with dense experts.
+    """
+    parallel = ParallelConfig()
+    packed = read_model_config(folder)
+    loaded = load_params(folder, packed, parallel, make_mesh(parallel), "bfloat16")
+    params = {part: {n: jnp.asarray(np.asarray(x)) for n, x in leaves.items()}
+              for part, leaves in loaded.items()}  # fmt: skip
+    moe = params["moe"]
+    for name in ("w13", "w2"):
+        codes, scales = (np.asarray(moe.pop(f"{name}_{part}")) for part in ("codes", "scales"))
+        moe[name] = jnp.asarray(dequantize(codes, scales), jnp.bfloat16)  # exact
+    assert {part: set(leaves) for part, leaves in params.items()} == {
+        part: set(specs) for part, specs in describe(cfg).items()
+    }
+    return params
 
 
 def released_tensors(cfg: AnyConfig, params: Tree) -> dict[str, np.ndarray]:

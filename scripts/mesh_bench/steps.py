@@ -207,7 +207,7 @@ def _time_step(
         if isinstance(model, Exception):
             raise model
         packed = packed_inputs(program, bucket, sizes)
-        ids = checked_ids(program, bucket, np.asarray(model.run(bucket, packed)))
+        ids = checked_ids(program, bucket, np.asarray(model.run(bucket, packed).result))
         line["greedy_ids"] = ids[:_RECORDED_IDS]
         seconds = sample(
             lambda: model.run(bucket, packed), target_s=sizes.step_s, most=sizes.most_samples

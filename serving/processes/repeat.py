@@ -47,6 +47,10 @@ class Model(Protocol):
         """Copy pages of each replica."""
         ...
 
+    def control(self, call: Int32[np.ndarray, "dp n"]) -> None:
+        """Set the sampling controls of one row of each replica."""
+        ...
+
     def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> Any:
         """Start a step."""
         ...
@@ -77,6 +81,11 @@ class SharedModel:
             self._leader.send_call(Kind.COPY, pack_lists(copies, 3))
             self._model.copy(copies)
 
+    def control(self, call: Int32[np.ndarray, "dp n"]) -> None:
+        """Set the sampling controls of one row of each replica, everywhere."""
+        self._leader.send_call(Kind.CONTROL, pack_run(0, call))
+        self._model.control(call)
+
     def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> Any:
         """Start a step everywhere, and return this process's result."""
         self._leader.send_call(Kind.RUN, pack_run(self._indices[bucket], packed))
@@ -90,6 +99,8 @@ def make_call(model: Model, buckets: Sequence[Bucket], message: Message) -> Pend
             return model.clear(unpack_lists(message.body, 1))
         case Kind.COPY:
             return model.copy(unpack_lists(message.body, 3))
+        case Kind.CONTROL:
+            return model.control(unpack_run(message.body)[1])
         case _:
             bucket_idx, packed = unpack_run(message.body)
             return model.run(buckets[bucket_idx], packed)

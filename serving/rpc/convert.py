@@ -1,4 +1,4 @@
-"""Messages of the engine contract to requests, and outputs to messages.
+"""Messages of the engine contract to requests.
 
 Every field of a request is in one of the tables below: honoured, or refused by name unless it has a
 value that asks for nothing (KF-V22). A field that is in no table is refused too.
@@ -13,12 +13,12 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from serving.plan import Output
 from serving.request import MAX_UINT32, RequestError, SamplingParams
-from serving.rpc.protocol import messages
+from serving.rpc.protocol import common, messages
 from serving.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 512
+MAX_CHOICES = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,20 +67,20 @@ SAMPLING_FIELDS: Mapping[str, Rule] = {
     "stop_token_ids": Honoured(),
     "ignore_eos": Honoured(),
     "seed": Honoured(),
-    "skip_special_tokens": Honoured("concerns text; we return ids"),
+    "skip_special_tokens": Honoured("we return ids; says what text `stop` is looked for in"),
     "spaces_between_special_tokens": Honoured("concerns text; we return ids"),
-    "n": Refused(neutral=(1,)),
-    "min_p": Refused(neutral=(0.0,)),  # -0.0 counts as set
-    "frequency_penalty": Refused(neutral=(0.0,)),
-    "presence_penalty": Refused(neutral=(0.0,)),
-    "repetition_penalty": Refused(neutral=(1.0,)),
-    "logit_bias": Refused(),
-    "min_tokens": Refused(),
-    "stop": Refused(),
-    "include_stop_str_in_output": Refused(),
-    "logprobs": Refused(),
-    "prompt_logprobs": Refused(),
-    "truncate_prompt_tokens": Refused(),
+    "n": Honoured(),
+    "min_p": Honoured(),
+    "frequency_penalty": Honoured(),
+    "presence_penalty": Honoured(),
+    "repetition_penalty": Honoured(),
+    "logit_bias": Honoured(),
+    "min_tokens": Honoured(),
+    "stop": Honoured(),
+    "include_stop_str_in_output": Honoured("concerns text; we return its ids in any case"),
+    "logprobs": Honoured(),
+    "prompt_logprobs": Honoured(),
+    "truncate_prompt_tokens": Honoured(),
     "json_schema": Refused(),
     "regex": Refused(),
     "grammar": Refused(),
@@ -89,6 +89,24 @@ SAMPLING_FIELDS: Mapping[str, Rule] = {
     "choice": Refused(),
     "grammar_from_first_token": Refused(),
 }
+PROFILE_FIELDS: Mapping[str, Rule] = {
+    "output_dir": Honoured(),
+    "start_step": Honoured(),
+    "num_steps": Honoured(),
+    "activities": Honoured("a trace has the host and all devices"),
+    "with_stack": Honoured(),
+    "record_shapes": Honoured("shapes are part of every trace"),
+    "profile_by_stage": Refused(neutral=(False,)),
+}
+
+
+def check_profile_fields(request: common.StartProfileRequest) -> None:
+    """Refuse what the profiler does not do.
+
+    Raises:
+      RequestError: UNIMPLEMENTED, naming the field.
+    """
+    _check_message(request, PROFILE_FIELDS)
 
 
 def check_fields(request: messages.GenerateRequest) -> None:
@@ -107,14 +125,53 @@ def check_fields(request: messages.GenerateRequest) -> None:
         )
 
 
+def num_choices(params: messages.SamplingParams, *, most: int) -> int:
+    """How many answers a request wants.
+
+    Raises:
+      RequestError: INVALID_ARGUMENT, more than `most`.
+    """
+    most = min(most, MAX_CHOICES)
+    if params.n > most:
+        raise _invalid(f"n is out of range: got {params.n}; expected 1..{most}")
+    return params.n or 1
+
+
+def num_kept(params: messages.SamplingParams, *, max_request_tokens: int) -> int | None:
+    """How many of the prompt's last tokens are kept; None for all.
+
+    Args:
+      max_request_tokens: of prompt and answer together. -1 keeps what leaves room for the answer.
+
+    Raises:
+      RequestError: INVALID_ARGUMENT, `truncate_prompt_tokens` is neither -1 nor positive.
+    """
+    if not params.HasField("truncate_prompt_tokens"):
+        return None
+    kept = params.truncate_prompt_tokens
+    if kept == -1:
+        return max(1, max_request_tokens - (params.max_tokens or 1))
+    if kept < 1:
+        raise _invalid(
+            f"truncate_prompt_tokens is out of range: got {kept}; expected at least 1, or -1 for "
+            "as many as fit"
+        )
+    return kept
+
+
 def prompt_ids(
-    request: messages.GenerateRequest, *, tokenizer: Tokenizer | None, max_tokens: int
+    request: messages.GenerateRequest,
+    *,
+    tokenizer: Tokenizer | None,
+    max_tokens: int,
+    num_kept: int | None = None,
 ) -> tuple[int, ...]:
     """Return the prompt of a request, tokenized if it came as text.
 
     Args:
       max_tokens: of a prompt. A longer one is refused before it is copied or tokenized; whether the
         rest of the request fits is the engine's to check.
+      num_kept: of longer prompts only so many of the last tokens are taken.
 
     Raises:
       RequestError: there is no prompt, it is too long, or it is text and there is no tokenizer.
@@ -122,8 +179,9 @@ def prompt_ids(
     match request.WhichOneof("input"):
         case "tokenized":
             ids = request.tokenized.input_ids
-            _check_length(len(ids), max_tokens, "")
-            return tuple(ids)
+            start = max(0, len(ids) - num_kept) if num_kept else 0
+            _check_length(len(ids) - start, max_tokens, "")
+            return tuple(ids[start:])
         case "text":
             if tokenizer is None:
                 raise RequestError(
@@ -131,10 +189,10 @@ def prompt_ids(
                     "text is not supported: the served model has no tokenizer; "
                     "send tokenized.input_ids",
                 )
-            if tokenizer.max_token_chars is not None:
+            if tokenizer.max_token_chars is not None and num_kept is None:
                 least = -(-len(request.text) // tokenizer.max_token_chars)
                 _check_length(least, max_tokens, "at least ")
-            return tuple(tokenizer.encode(request.text))
+            return tuple(tokenizer.encode(request.text)[-num_kept if num_kept else 0 :])
         case _:
             raise _invalid(
                 "prompt is missing: got neither tokenized nor text; expected one of them"
@@ -148,16 +206,23 @@ def sampling_params(
     vocab_size: int,
     max_new_tokens: int,
     draw_seed: Callable[[], int],
+    has_tokenizer: bool,
 ) -> SamplingParams:
     """Read sampling parameters. Where a field has no presence, zero means that it was not set.
 
     Args:
       max_new_tokens: for a request that does not say: the room left after its prompt.
       draw_seed: returns the uint32 seed of a request that brings none.
+      has_tokenizer: whether stop strings can be found.
 
     Raises:
-      RequestError: a value is out of range.
+      RequestError: a value is out of range, or a field needs a tokenizer.
     """
+    if params.stop and not has_tokenizer:
+        raise RequestError(
+            "UNIMPLEMENTED",
+            "stop is not supported: the served model has no tokenizer; use stop_token_ids",
+        )
     # Nothing is masked by a limit that is no limit, and the device takes 32-bit signed numbers.
     top_k = params.top_k if params.top_k < vocab_size else 0
     # Negative seeds are as good as others: the device takes their bits.
@@ -169,42 +234,36 @@ def sampling_params(
         temperature=params.temperature if has_temperature else default_temperature,
         top_k=top_k,
         top_p=params.top_p or 1.0,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
         seed=seed,
         max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
         stop_token_ids=tuple(params.stop_token_ids),
+        stop=tuple(params.stop),
+        skip_special_tokens=params.skip_special_tokens,
         ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
     )
 
 
-def chunk_message(output: Output) -> messages.GenerateResponse:
-    """New tokens of a stream. `completion_tokens` counts those of this chunk, not a total."""
-    return messages.GenerateResponse(
-        chunk=messages.GenerateStreamChunk(
-            token_ids=output.token_ids,
-            prompt_tokens=output.prompt_tokens,
-            completion_tokens=len(output.token_ids),
-            cached_tokens=output.cached_tokens,
-        )
-    )
+def siblings(sampling: SamplingParams, count: int) -> list[SamplingParams]:
+    """The parameters of each answer to one prompt.
 
-
-def complete_message(output: Output, token_ids: tuple[int, ...] = ()) -> messages.GenerateResponse:
-    """The last message of a request.
-
-    Args:
-      output: with a finish reason.
-      token_ids: all generated ids; empty for a stream, whose chunks carried and counted them.
+    Answer `i` is the one that a request with a seed larger by `i` gets. Only the first tells the
+    log probabilities of the prompt.
     """
-    complete = messages.GenerateComplete(
-        output_ids=token_ids,
-        finish_reason=output.finish_reason or "",
-        prompt_tokens=output.prompt_tokens,
-        completion_tokens=len(token_ids),
-        cached_tokens=output.cached_tokens,
-    )
-    if output.matched_token_id is not None:
-        complete.matched_token_id = output.matched_token_id
-    return messages.GenerateResponse(complete=complete)
+    others = [
+        dataclasses.replace(
+            sampling, seed=(sampling.seed + index) & MAX_UINT32, prompt_logprobs=None
+        )
+        for index in range(1, count)
+    ]
+    return [sampling, *others]
 
 
 def _check_message(message: Message, rules: Mapping[str, Rule]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from grpc_health.v1 import health, health_pb2
 
 from serving.engine import Engine
+from serving.profiler import Profiler
 from serving.request import RequestError
 from serving.rpc.logs import log_event
 from serving.rpc.protocol import SERVICE_NAME
@@ -26,11 +27,13 @@ class Served:
 
     Attributes:
       page_tokens: tokens in a page of the pool.
+      profiler: traces steps of the engine; None where nothing can be traced.
     """
 
     engine: Engine[Any]
     limits: Limits
     page_tokens: int
+    profiler: Profiler | None = None
 
 
 class Lifecycle:

@@ -140,7 +140,7 @@ class RequestMetrics:
 
     def __init__(self, first_token: Distribution, between_tokens: Distribution, begin_s: float):
         self._first_token, self._between_tokens = first_token, between_tokens
-        self._last_s: float | None = None
+        self._last_s: dict[str, float] = {}  # by answer
         self.begin_s = begin_s
         self.finish_reason: str | None = None
 
@@ -151,11 +151,12 @@ class RequestMetrics:
         if not count:
             return
         now_s = time.monotonic()
-        if self._last_s is None:
+        last_s = self._last_s.get(output.request_id)
+        if not self._last_s:
             self._first_token.add(now_s - self.begin_s)
-        else:
-            self._between_tokens.add((now_s - self._last_s) / count, count)
-        self._last_s = now_s
+        elif last_s is not None:
+            self._between_tokens.add((now_s - last_s) / count, count)
+        self._last_s[output.request_id] = now_s
 
 
 def serve_metrics(metrics: Metrics, host: str, port: int) -> int:

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.config import ConfigError, ModelConfig
-from serving.rpc.logs import log_event
 from serving.rpc.protocol import messages
 from serving.tokenizer import Tokenizer
 
 GENERATION_FILE = "generation_config.json"
 # Defaults that requests of this server can honour; a gateway fills them into what it sends.
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k")
-_UNSUPPORTED_DEFAULTS: Mapping[str, float] = {"min_p": 0.0, "repetition_penalty": 1.0}
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +147,7 @@ def _token_ids(generation: Mapping[str, Any]) -> list[int]:
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The defaults that a request may carry. Others would make a gateway's requests be refused."""
-    for field, neutral in _UNSUPPORTED_DEFAULTS.items():
-        if generation.get(field, neutral) != neutral:
-            log_event("sampling_default_ignored", field=field, value=generation[field])
+    """The defaults that a gateway may put into requests."""
     defaults = {field: generation.get(field) for field in _SAMPLING_DEFAULTS}
     for field, value in defaults.items():
         if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):

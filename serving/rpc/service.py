@@ -14,11 +14,13 @@ import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from typing import NoReturn
 
 from serving.page_table import InUse
 from serving.plan import Output
+from serving.profiler import Profiler, ProfilerStateError
 from serving.request import Request, RequestError
 from serving.rpc import convert, loads, protocol
 from serving.rpc.bundle import Bundle, bundle_pieces
@@ -28,7 +30,9 @@ from serving.rpc.logs import log_event
 from serving.rpc.metrics import Metrics, RequestMetrics
 from serving.rpc.model_info import ModelInfo
 from serving.rpc.protocol import common, messages
-from serving.rpc.streams import OutputBridge, OutputStream
+from serving.rpc.replies import Choice, check_size
+from serving.rpc.streams import OutputBridge, OutputStream, next_outputs
+from serving.stopping import StopMatcher
 from serving.tokenizer import Tokenizer
 
 # A text of this length is tokenized in about a millisecond; longer ones leave the event loop.
@@ -57,9 +61,15 @@ class ServiceConfig:
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """An open call of `Generate`."""
+    """An open call of `Generate`.
 
-    stream: OutputStream
+    Attributes:
+      streams: of each answer, by the id of its request in the engine.
+      arrived: of all streams.
+    """
+
+    streams: dict[str, OutputStream]
+    arrived: asyncio.Event
     is_submitted: bool = False
 
 
@@ -89,6 +99,7 @@ class EngineService(protocol.Servicer):
         self.metrics = Metrics(lifecycle)
         self._bridge = OutputBridge(asyncio.get_running_loop())
         self._calls: dict[str, _Call] = {}
+        self._live_ids: set[str] = set()  # of requests in the engine, one for each answer
         self._start_s = time.monotonic()
         self._rates = [loads.RateMeter(self._start_s) for _ in range(config.num_replicas)]
         self._last_request_time = 0.0
@@ -106,8 +117,9 @@ class EngineService(protocol.Servicer):
 
     def end_all(self, error: RequestError) -> None:
         """End all open streams with an error, without the engine."""
-        for request_id, call in self._calls.items():
-            call.stream.deliver(_aborted(request_id)._replace(finish_reason="error", error=error))
+        for call in self._calls.values():
+            for request_id, stream in call.streams.items():
+                stream.deliver(_aborted(request_id)._replace(finish_reason="error", error=error))
 
     @at_edge
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
@@ -123,11 +135,12 @@ class EngineService(protocol.Servicer):
         convert.check_fields(request)
         request_id = request.request_id or uuid.uuid4().hex
         try:
-            with self._open(served, request_id) as call:
-                parsed = await self._parse(served, request_id, request)
+            with self._open(served, request_id, request.sampling_params) as call:
+                parsed = await self._parse(served, call, request)
                 await self._submit(served, call, parsed)
                 # Headers go out with the first message: what is refused is refused before it.
-                output = await _forward(call.stream, context, measured, is_streamed=request.stream)
+                choices = [Choice(index, one, request.stream) for index, one in enumerate(parsed)]
+                output = await _forward(call, choices, context, measured)
         except asyncio.CancelledError:
             seconds = time.monotonic() - measured.begin_s
             log_event("request_cancelled", request_id=request_id, seconds=seconds)
@@ -137,7 +150,7 @@ class EngineService(protocol.Servicer):
             request_id=request_id,
             finish_reason=output.finish_reason,
             prompt_tokens=output.prompt_tokens,
-            completion_tokens=output.completion_tokens,
+            completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=output.cached_tokens,
             seconds=time.monotonic() - measured.begin_s,
         )
@@ -149,10 +162,11 @@ class EngineService(protocol.Servicer):
         """End requests with reason `abort`. Unknown and finished ids are fine (KF-V03)."""
         calls = {id: self._calls[id] for id in request.request_ids if id in self._calls}
         if self._lifecycle.served is not None:
-            self._lifecycle.served.engine.abort(calls)
-        for request_id, call in calls.items():
+            self._lifecycle.served.engine.abort(id for c in calls.values() for id in c.streams)
+        for call in calls.values():
             if not call.is_submitted:  # the engine does not know it yet
-                call.stream.deliver(_aborted(request_id))
+                for request_id, stream in call.streams.items():
+                    stream.deliver(_aborted(request_id))
         return messages.AbortResponse()
 
     @at_edge
@@ -245,112 +259,166 @@ class EngineService(protocol.Servicer):
         raise _unsupported("Embed", "the model generates text and has no embedding output")
 
     @at_edge
-    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> NoReturn:
-        """Not there: profiles are taken with a script."""
-        raise _unsupported("StartProfile", "profiles are taken with scripts/trace.py")
+    async def StartProfile(
+        self, request: common.StartProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """Trace steps of the engine with XLA's profiler."""
+        profiler = self._require_profiler()
+        convert.check_profile_fields(request)
+        try:
+            profile = profiler.start(
+                output_dir=request.output_dir,
+                start_step=request.start_step,
+                num_steps=request.num_steps if request.HasField("num_steps") else None,
+                with_python=request.with_stack,
+            )
+        except ProfilerStateError as error:
+            return common.ProfileResponse(success=False, message=str(error))
+        return common.ProfileResponse(success=True, message=f"writes to {profile.folder}")
 
     @at_edge
-    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> NoReturn:
-        """Not there: profiles are taken with a script."""
-        raise _unsupported("StopProfile", "profiles are taken with scripts/trace.py")
+    async def StopProfile(
+        self, request: common.StopProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """End the trace and write it."""
+        profiler = self._require_profiler()
+        try:
+            folder = await asyncio.to_thread(profiler.stop)
+        except ProfilerStateError as error:
+            return common.ProfileResponse(success=False, message=str(error))
+        message = "no step was traced" if folder is None else f"written to {folder}"
+        return common.ProfileResponse(success=folder is not None, message=message)
+
+    def _require_profiler(self) -> Profiler:
+        profiler = self._lifecycle.require_served().profiler
+        if profiler is None:
+            raise RequestError("UNIMPLEMENTED", "profiles are not supported: nothing to trace")
+        return profiler
 
     @contextlib.contextmanager
-    def _open(self, served: Served, request_id: str) -> Generator[_Call]:
+    def _open(
+        self, served: Served, request_id: str, params: messages.SamplingParams
+    ) -> Generator[_Call]:
         """Own a request id while its call is open.
 
         Raises:
-          RequestError: the id is live (KF-V01), or the engine could not take one more (KF-V07).
+          RequestError: the id is live (KF-V01), the engine could not take one more (KF-V07), or
+            there are too many answers to give.
         """
-        if request_id in self._calls:
+        limits = served.limits
+        limit = self._config.num_replicas * limits.max_rows + limits.max_waiting
+        num_choices = convert.num_choices(params, most=limit)
+        ids = [request_id, *(f"{request_id}#{index}" for index in range(1, num_choices))]
+        if not self._live_ids.isdisjoint(ids):
             raise RequestError(
                 "ALREADY_EXISTS",
                 f"request_id is in use: got {request_id!r}; expected one that no live request has",
             )
-        limits = served.limits
-        limit = self._config.num_replicas * limits.max_rows + limits.max_waiting
         if self.num_open >= limit:
             raise RequestError(
                 "RESOURCE_EXHAUSTED",
                 f"the server is full: got {self.num_open} open requests; "
                 f"expected fewer than {limit}; retry later",
             )
-        engine = served.engine
-        stream = OutputStream(
-            max_tokens=self._config.output_buffer_tokens,
-            pause=functools.partial(engine.pause, request_id),
-            resume=functools.partial(engine.resume, request_id),
-        )
-        call = self._calls[request_id] = _Call(stream)
+        engine, arrived = served.engine, asyncio.Event()
+        streams = {
+            id: OutputStream(
+                max_tokens=self._config.output_buffer_tokens,
+                pause=functools.partial(engine.pause, id),
+                resume=functools.partial(engine.resume, id),
+                arrived=arrived,
+            )
+            for id in ids
+        }
+        call = self._calls[request_id] = _Call(streams, arrived)
+        self._live_ids.update(ids)
         self._idle.clear()
         try:
             yield call
         finally:
             del self._calls[request_id]
+            self._live_ids.difference_update(ids)
             if not self._calls:
                 self._idle.set()
-            engine.abort((request_id,))
+            engine.abort(ids)
 
     async def _parse(
-        self, served: Served, request_id: str, request: messages.GenerateRequest
-    ) -> Request:
-        limits = served.limits
+        self, served: Served, call: _Call, request: messages.GenerateRequest
+    ) -> list[Request]:
+        """The request of each answer."""
+        limits, params = served.limits, request.sampling_params
         read_prompt = functools.partial(
             convert.prompt_ids,
             request,
             tokenizer=self._tokenizer,
             max_tokens=limits.max_context_tokens - 1,
+            num_kept=convert.num_kept(params, max_request_tokens=limits.max_request_tokens),
         )
         is_long = len(request.text) > _MAX_INLINE_CHARS
         prompt = await asyncio.to_thread(read_prompt) if is_long else read_prompt()
-        return Request(
-            request_id=request_id,
-            prompt=prompt,
-            sampling=convert.sampling_params(
-                request.sampling_params,
-                default_temperature=self._info.default_temperature,
-                vocab_size=limits.vocab_size,
-                max_new_tokens=limits.max_new_tokens(len(prompt)),
-                draw_seed=self._draw_seed,
-            ),
-            eos_token_ids=self._info.eos_token_ids,
-            replica=(
-                request.data_parallel_rank if request.HasField("data_parallel_rank") else None
-            ),
+        sampling = convert.sampling_params(
+            params,
+            default_temperature=self._info.default_temperature,
+            vocab_size=limits.vocab_size,
+            max_new_tokens=limits.max_new_tokens(len(prompt)),
+            draw_seed=self._draw_seed,
+            has_tokenizer=self._tokenizer is not None,
         )
+        replica = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
+        requests = [
+            Request(
+                request_id=id,
+                prompt=prompt,
+                sampling=of_choice,
+                eos_token_ids=self._info.eos_token_ids,
+                replica=replica,
+            )
+            for id, of_choice in zip(
+                call.streams, convert.siblings(sampling, len(call.streams)), strict=True
+            )
+        ]
+        check_size(requests[0], is_streamed=request.stream, vocab_size=limits.vocab_size)
+        return requests
 
-    async def _submit(self, served: Served, call: _Call, request: Request) -> None:
-        """Wait until the engine has accepted a request, unless it was aborted before.
+    async def _submit(self, served: Served, call: _Call, requests: Sequence[Request]) -> None:
+        """Wait until the engine has accepted all requests, unless they were aborted before.
 
         Raises:
-          RequestError: the engine refused it.
+          RequestError: the engine refused one.
         """
-        if not call.stream.has_ended:
-            call.is_submitted = True
-            on_output = functools.partial(self._bridge.post, call.stream)
-            await asyncio.wrap_future(served.engine.submit(request, on_output))
+        if any(stream.has_ended for stream in call.streams.values()):
+            return
+        call.is_submitted = True
+        accepted: list[Future[None]] = []
+        for request, stream in zip(requests, call.streams.values(), strict=True):
+            on_output = functools.partial(self._bridge.post, stream)
+            matcher = None
+            if request.sampling.stop and self._tokenizer is not None:
+                matcher = StopMatcher(self._tokenizer, request.sampling)
+            accepted.append(served.engine.submit(request, on_output, matcher=matcher))
+        for future in accepted:
+            await asyncio.wrap_future(future)
 
 
 async def _forward(
-    stream: OutputStream, context: Context, measured: RequestMetrics, *, is_streamed: bool
+    call: _Call, choices: Sequence[Choice], context: Context, measured: RequestMetrics
 ) -> Output:
-    """Send outputs to the client as they come, or all at the end; return the last one.
+    """Send outputs to the client as they come, or each answer at its end; return the last one.
 
     Raises:
-      RequestError: the request ended with an error.
+      RequestError: a request ended with an error.
     """
-    whole: list[int] = []
+    num_open, streams = len(choices), tuple(call.streams.values())
     while True:
-        output = await stream.next()
-        measured.passed(output)
-        if not is_streamed:
-            whole += output.token_ids
-        elif output.token_ids:
-            await context.write(convert.chunk_message(output))
-        if output.error is not None:
-            raise RequestError(output.error.status, output.error.message)
-        if output.finish_reason is not None:
-            await context.write(convert.complete_message(output, tuple(whole)))
-            return output
+        for index, output in await next_outputs(streams, call.arrived):
+            measured.passed(output)
+            if output.error is not None:
+                raise RequestError(output.error.status, output.error.message)
+            for message in choices[index].replies(output):
+                await context.write(message)
+            num_open -= output.finish_reason is not None
+            if not num_open:
+                return output
 
 
 def _aborted(request_id: str) -> Output:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from k3jax.results import TokenLogprobs
 from serving.plan import Output
 
 
@@ -20,14 +21,24 @@ class OutputStream:
       max_tokens: tokens that may wait for the reader before the request is paused. Steps already in
         flight may add a few.
       pause, resume: stop and continue the request in the engine.
+      arrived: set when there is something to take; several streams may share it.
     """
 
-    def __init__(self, *, max_tokens: int, pause: Callable[[], None], resume: Callable[[], None]):
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        pause: Callable[[], None],
+        resume: Callable[[], None],
+        arrived: asyncio.Event,
+    ):
         self._max_tokens, self._pause, self._resume = max_tokens, pause, resume
+        self._arrived = arrived
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._latest: Output | None = None
-        self._is_paused = False
-        self._arrived = asyncio.Event()
+        self._has_news = self._is_paused = False
 
     @property
     def has_ended(self) -> bool:
@@ -39,23 +50,45 @@ class OutputStream:
         if self.has_ended:
             return
         self._token_ids += output.token_ids
-        self._latest = output
+        self._logprobs += output.logprobs
+        self._prompt_logprobs += output.prompt_logprobs
+        self._latest, self._has_news = output, True
         if not self._is_paused and len(self._token_ids) >= self._max_tokens:
             self._is_paused = True
             self._pause()
         self._arrived.set()
 
-    async def next(self) -> Output:
-        """Wait for outputs and return all that are there as one."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        assert self._latest is not None  # it is what has arrived
-        output = self._latest._replace(token_ids=tuple(self._token_ids))
+    def take(self) -> Output | None:
+        """Return all outputs that are there as one, if there are any."""
+        if not self._has_news or self._latest is None:
+            return None
+        output = self._latest._replace(
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
+        )
         self._token_ids.clear()
+        self._logprobs.clear()
+        self._prompt_logprobs = ()
+        self._has_news = False
         if self._is_paused:
             self._is_paused = False
             self._resume()
         return output
+
+
+async def next_outputs(
+    streams: Sequence[OutputStream], arrived: asyncio.Event
+) -> list[tuple[int, Output]]:
+    """Wait for outputs; return all that are there, by the index of their stream.
+
+    Args:
+      arrived: that all streams share.
+    """
+    await arrived.wait()
+    arrived.clear()
+    taken = [(index, stream.take()) for index, stream in enumerate(streams)]
+    return [(index, output) for index, output in taken if output is not None]
 
 
 class OutputBridge:

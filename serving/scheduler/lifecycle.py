@@ -14,6 +14,7 @@ from serving.request import InvariantError, Request, RequestError
 from serving.scheduler import drafting
 from serving.scheduler.limits import Limits
 from serving.scheduler.state import (
+    InFlight,
     Running,
     SchedulerState,
     Waiting,
@@ -169,7 +170,7 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
         computed = step.live.get(request_id)
         if computed is None:
             continue
-        request, output, slot, prefill_end, _, chain, arrival, cached_tokens, rate = running[
+        request, output, slot, prefill_end, _, chain, arrival, cached_tokens, rate, told = running[
             request_id
         ]
         if planned.num_drafts:
@@ -188,12 +189,17 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
                 total = computed + 1 - len(request.prompt)
                 outputs.append(_news(request, (token,), total, cached_tokens))
         row = Running._make(  # as in planning: faster than the constructor
-            (request, output, slot, prefill_end, computed, chain, arrival, cached_tokens, rate)
-        )
+            (
+                request, output, slot, prefill_end, computed, chain, arrival, cached_tokens, rate,
+                told,
+            )
+        )  # fmt: skip
         running[request_id] = row
         # Keys change at the end of a unit only; a token is known one step before it is computed.
         if drafts or is_looking_ahead or (computed + 1) % unit_tokens <= 1:
             running[request_id], table = _publish(row, table)
+    if result.logprobs or result.prompt_logprobs:
+        _tell_logprobs(step, result, running, outputs)
     state = dataclasses.replace(state, table=table, running=running, in_flight=tuple(later))
     if tried_drafts:
         stats = state.stats._replace(
@@ -205,6 +211,34 @@ def commit(state: SchedulerState, result: StepResult) -> tuple[SchedulerState, t
         if news.finish_reason is not None:
             state = stop_running(state, news.request_id, is_tainted=news.finish_reason == "error")
     return state, tuple(outputs)
+
+
+def _tell_logprobs(
+    step: InFlight, result: StepResult, running: dict[str, Running], outputs: list[Output]
+) -> None:
+    """Add log probabilities to the outputs of requests that ask for them.
+
+    Those of a prompt gather in its row until the first token comes.
+    """
+    places = {output.request_id: place for place, output in enumerate(outputs)}
+    for index, planned in enumerate(step.rows):
+        request_id = planned.request_id
+        if request_id not in step.live:
+            continue
+        row = running[request_id]
+        if planned.scored and result.prompt_logprobs:
+            # What follows the prompt's last token is no part of it.
+            last = len(row.request.prompt) - 1 - planned.start
+            more = result.prompt_logprobs[index][:last]
+            row = row._replace(prompt_logprobs=row.prompt_logprobs + more)
+        if request_id in places:
+            output = outputs[places[request_id]]
+            told = result.logprobs[index] if result.logprobs else ()
+            outputs[places[request_id]] = output._replace(
+                logprobs=told[: len(output.token_ids)], prompt_logprobs=row.prompt_logprobs
+            )
+            row = row._replace(prompt_logprobs=())
+        running[request_id] = row
 
 
 def _publish(row: Running, table: PageTable) -> tuple[Running, PageTable]:
@@ -243,7 +277,7 @@ def _news(request: Request, tokens: tuple[int, ...], total: int, cached_tokens: 
     return Output._make(
         (
             request.request_id, tokens, len(request.prompt), total, reason, matched, None,
-            cached_tokens,
+            cached_tokens, None, (), (),
         )
     )  # fmt: skip
 

@@ -133,6 +133,8 @@ def check_request(request: Request, limits: Limits) -> None:
         raise _refused("prompt is empty: got 0 tokens; expected at least 1")
     _check_ids("prompt", request.prompt, limits.vocab_size)
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
+    biased = tuple(token for token, _ in request.sampling.logit_bias)
+    _check_ids("logit_bias", biased, limits.vocab_size)
     if prompt_tokens >= limits.max_context_tokens:
         raise _refused(
             f"prompt is too long: got {prompt_tokens} tokens; expected at most "

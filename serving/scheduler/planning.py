@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from k3jax import buckets
 from k3jax.buckets import Kind
+from k3jax.controls import RowControls
 from serving import page_table
 from serving.page_table import MISS, Allocation, Chunk, Effect, Hit, Move, OutOfPages
 from serving.plan import Admission, PageCopy, RowPlan, StateExport, StepPlan
@@ -51,6 +52,7 @@ class _Draft:
     rows: list[RowPlan] = dataclasses.field(default_factory=list[RowPlan])
     effects: list[Effect] = dataclasses.field(default_factory=list[Effect])
     admitted: list[Admission] = dataclasses.field(default_factory=list[Admission])
+    controls: list[RowControls] = dataclasses.field(default_factory=list[RowControls])
 
     def add(self, row: RowPlan, effects: tuple[Effect, ...] = ()) -> None:
         self.rows.append(row)
@@ -174,7 +176,9 @@ def _admit(
         request_id = entry.request.request_id
         if request_id in paused:
             continue
-        hit = page_table.lookup(state.table, entry.chain.keys, entry.num_tokens - 1)
+        hit = MISS
+        if not entry.wants_prompt_logprobs:
+            hit = page_table.lookup(state.table, entry.chain.keys, entry.num_tokens - 1)
         if not hit.is_ready:
             break
         state = reclaim_paused(state, limits, paused, entry)
@@ -190,6 +194,7 @@ def _admit(
         state, row, effects = admitted
         draft.add(row, effects)
         draft.admitted.append(Admission(request_id, hit.tokens, hit.junction))
+        draft.controls += _controls(entry, row.slot)
     return state
 
 
@@ -244,6 +249,16 @@ def _try_admit(
         stats=stats,
     )
     return state, _row_plan(row, table.owners[request.request_id], chunk, effects), effects
+
+
+def _controls(entry: Waiting, slot: int) -> tuple[RowControls, ...]:
+    """What the device has to know of a request that is admitted, besides its tokens."""
+    request = entry.request
+    if request.sampling.has_penalties:
+        return (RowControls(slot, request.prompt, entry.output.tokens(), request.biases),)
+    if request.sampling.has_biases:
+        return (RowControls(slot, (), (), request.biases),)
+    return ()
 
 
 def _free_slot(state: SchedulerState, limits: Limits) -> int:
@@ -305,7 +320,7 @@ def _quiet_row(row: Running, allocation: Allocation, start: int) -> RowPlan:
     return RowPlan._make(  # every step makes hundreds, and the constructor is slower
         (
             request.request_id, row.slot, start, 1, None, allocation.attention, state, state, True,
-            request.sampling, None, 0, (),
+            request.sampling, None, 0, (), False, 0,
         )
     )  # fmt: skip
 
@@ -321,6 +336,7 @@ def _row_plan(
     unless they are given."""
     move = next((effect for effect in effects if isinstance(effect, Move)), Move((), ()))
     is_decode = chunk.start >= row.prefill_end
+    prompt = row.request.prompt
     return RowPlan(
         request_id=row.request.request_id,
         slot=row.slot,
@@ -335,6 +351,8 @@ def _row_plan(
         export=StateExport(move.export_at, move.export) if move.export is not None else None,
         num_drafts=chunk.num_drafts,
         draft_states=move.draft_states,
+        scored=row.wants_prompt_logprobs and chunk.start < len(prompt),
+        following=prompt[chunk.end] if chunk.end < len(prompt) else 0,
     )
 
 
@@ -367,6 +385,7 @@ def _launch(
             PageCopy(*effect) for effect in draft.effects if isinstance(effect, page_table.Copy)
         ),
         admitted=tuple(draft.admitted),
+        controls=tuple(draft.controls),
     )
     ends = map(operator.add, starts, lengths)
     if limits.num_drafts:

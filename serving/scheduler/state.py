@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from k3jax.buckets import Kind
 from k3jax.config import ConfigError
+from k3jax.results import TokenLogprobs
 from serving import page_table
 from serving.page_table import KeyChain, PageTable
 from serving.plan import RowPlan
@@ -46,6 +47,11 @@ class Waiting:
         """Tokens that are known, and must be computed before the next one can be sampled."""
         return len(self.request.prompt) + self.output.num_tokens
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether all of the prompt has to be computed, for its log probabilities."""
+        return self.request.sampling.prompt_logprobs is not None and not self.output.num_tokens
+
 
 class Running(NamedTuple):
     """A request that owns pages and a row. A named tuple, since every step makes one a row.
@@ -59,6 +65,7 @@ class Running(NamedTuple):
       chain: prefix keys of the known tokens.
       arrival, cached_tokens: as of `Waiting`.
       draft_rate: chance that a draft is taken; see `scheduler.drafting`.
+      prompt_logprobs: of the prompt's computed part, as far as they are wanted and not told yet.
     """
 
     request: Request
@@ -70,11 +77,17 @@ class Running(NamedTuple):
     arrival: int
     cached_tokens: int
     draft_rate: float = drafting.FIRST_RATE
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def known(self) -> int:
         """Tokens whose ids the host has."""
         return len(self.request.prompt) + self.output.num_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """As of `Waiting`."""
+        return self.request.sampling.prompt_logprobs is not None and not self.output.num_tokens
 
     @property
     def split_end(self) -> int:

@@ -22,6 +22,7 @@ from k3jax.config import EngineConfig
 from k3jax.inputs import EXPORT_TOKENS
 from k3jax.paged_model import PagedModel
 from serving import page_table, scheduler
+from serving.packing import pack_group
 from serving.page_table import CachePolicy
 from serving.page_table.alignment import PageGeometry, align
 from serving.plan import Output, StepPlan, StepResult
@@ -29,7 +30,7 @@ from serving.request import Request, SamplingParams
 from serving.scheduler import make_limits
 from serving.scheduler.state import preempt
 from tests import tiny
-from tests.fakes import SchedulerDriver
+from tests.fakes import SchedulerDriver, group_of_one
 from tests.models import Row, StepExecutor, open_model, program_of, relative_error, run_rows
 
 CFG = tiny.tiny_config()
@@ -108,8 +109,12 @@ class LogitsExecutor(StepExecutor):
             row._replace(tokens=(self._last_token[row.slot],)) if row.tokens is None else row
             for row in plan.rows
         )
-        handle = super().dispatch(dataclasses.replace(plan, rows=known))
-        (logits,) = np.asarray(handle.result)
+        self.model.clear([plan.clear_pages])
+        self.model.copy([plan.copies])
+        step = group_of_one(dataclasses.replace(plan, rows=known))
+        program = self.model.program
+        packed = pack_group(step, program.num_recurrent_groups, program.max_rows)
+        (logits,) = np.asarray(self.model.run(plan.bucket, packed))
         ends = np.cumsum([row.length for row in known])
         sampled: list[int] = []
         for row, part in zip(known, np.split(logits[: ends[-1]], ends[:-1]), strict=True):

@@ -19,7 +19,7 @@ from serving.request import Request, SamplingParams
 from serving.scheduler import make_limits
 from tests import draft_oracle, oracle, tiny
 from tests.fakes import SchedulerDriver
-from tests.models import Row, StepExecutor, open_model, program_of, run_plans
+from tests.models import Row, StepExecutor, open_model, program_of, start_plans
 from tests.unit.test_draft_config import SMALL_GQA, SMALL_MLA
 
 CFG = tiny.tiny_config(linear_attn_config={"short_conv_kernel_size": 3})
@@ -142,7 +142,7 @@ def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name:
         return np.asarray(paged._buffers.tokens)[0].tolist()
 
     first = Row(tokens, (1, 2, 3), states).plan(0, len(tokens))
-    run_plans(paged, prefill, [first])
+    start_plans(paged, prefill, [first])
     assert held() == wanted(tokens)
     # The target takes none, or some, of drafts that the host names.
     anchor = held()[0]
@@ -154,7 +154,7 @@ def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name:
         drafts = [*right[1:], *[1] * (NUM_DRAFTS - num_right)]
         tried = np.array([*tokens, anchor, *drafts], np.int32)
         plan = Row(tried, (1, 2, 3), states).plan(len(tokens), len(tried))
-        run_plans(paged, decode, [plan._replace(num_drafts=NUM_DRAFTS)])
+        start_plans(paged, decode, [plan._replace(num_drafts=NUM_DRAFTS)])
         tokens = np.array([*tokens, *right], np.int32)
         assert held() == wanted(tokens)
         anchor = held()[0]

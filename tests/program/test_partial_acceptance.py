@@ -20,7 +20,7 @@ from k3jax.draft.config import DraftConfig
 from k3jax.paged_model import PagedModel
 from k3jax.step import serving_step
 from tests import tiny
-from tests.models import Row, open_model, program_of, relative_error, run_plans
+from tests.models import Row, open_model, program_of, relative_error, start_plans
 from tests.unit.test_draft_config import SMALL_MLA
 
 CFG = tiny.tiny_config()
@@ -81,7 +81,7 @@ def decoded() -> tuple[list[np.ndarray], list[list[int]]]:
         dataclasses.replace(row, states=source).plan(0, len(row.tokens))
         for row, source in zip(ROWS, SOURCES, strict=True)
     ]
-    run_plans(model(), PREFILL, prompts)
+    start_plans(model(), PREFILL, prompts)
     pools, tokens = [pool()], [newest()]
     for step in range(2 * (1 + NUM_DRAFTS)):
         plans = []
@@ -90,7 +90,7 @@ def decoded() -> tuple[list[np.ndarray], list[list[int]]]:
             plan = dataclasses.replace(row, tokens=np.zeros(start + 1, int)).plan(start, start + 1)
             source = row.states if step else source
             plans.append(plan._replace(tokens=None, state_source=source))
-        run_plans(model(), DECODE, plans)
+        start_plans(model(), DECODE, plans)
         pools.append(pool())
         tokens.append(newest())
     return pools, np.transpose(tokens).tolist()
@@ -153,7 +153,7 @@ def verify(taken: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
         plan = dataclasses.replace(row, tokens=known).plan(len(row.tokens) + start, len(known))
         plan = plan._replace(num_drafts=NUM_DRAFTS)
         plans.append(plan._replace(state_source=row.states if start else source))
-    run_plans(model(), VERIFY, plans)
+    start_plans(model(), VERIFY, plans)
     after = pool()
     ends = tuple(start + 1 + number for start, number in zip(taken, wanted, strict=True))
     assert newest() == [tokens[row.slot][end] for row, end in zip(ROWS, ends, strict=True)]

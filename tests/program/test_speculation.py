@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import queue
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +16,14 @@ from k3jax.cache_spec import cache_spec
 from k3jax.config import EngineConfig
 from k3jax.paged_model import PagedModel
 from k3jax.step import serving_step
+from serving.engine import Engine
+from serving.executor import Executor
 from serving.page_table.alignment import PageGeometry, align
+from serving.plan import Output
 from serving.request import Request, SamplingParams
 from serving.scheduler import make_limits, ngram
+from serving.stopping import StopMatcher
+from serving.tokenizer import Tokenizer
 from tests import tiny
 from tests.fakes import SchedulerDriver
 from tests.models import StepExecutor, open_model, program_of
@@ -146,6 +154,90 @@ def test_sampled_tokens_do_not_depend_on_the_company(monkeypatch: pytest.MonkeyP
         together.submit(request(index, temperature=1.0))
     together.finish()
     assert [together.tokens(f"r{index}") for index in (2, 5)] == alone
+
+
+ASKED: dict[int, dict[str, Any]] = {
+    2: {"presence_penalty": -2.0, "frequency_penalty": 0.9, "logprobs": 2},
+    5: {"repetition_penalty": 0.5, "min_tokens": 7, "stop_token_ids": (*range(0, 160, 3),)},
+}
+
+
+def asking(index: int) -> Request:
+    """A request, with more than temperature if it is one of those."""
+    plain = request(index)
+    sampling = dataclasses.replace(plain.sampling, **ASKED.get(index, {}))
+    return dataclasses.replace(plain, sampling=sampling)
+
+
+def test_penalties_and_log_probabilities_hold_within_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = {}
+    for index in range(len(LENGTHS)):
+        runs[index] = driver(0)
+        runs[index].submit(asking(index))
+        runs[index].finish()
+    wanted = [runs[index].tokens(f"r{index}") for index in range(len(LENGTHS))]
+    answers = [request(index).prompt + wanted[index] for index in range(len(LENGTHS))]
+
+    def propose(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
+        known = tuple(tokens)
+        whole = next(one for one in answers if one[: len(known)] == known)
+        drafts = whole[len(known) : len(known) + max(0, num_drafts)]
+        cut = len(known) % (NUM_DRAFTS + 1)  # from there on they are wrong
+        return tuple(t if i < cut else (t + 1) % CFG.vocab_size for i, t in enumerate(drafts))
+
+    monkeypatch.setattr(ngram, "propose", propose)
+    together = driver(NUM_DRAFTS)
+    for index in range(len(LENGTHS)):
+        together.submit(asking(index))
+    together.finish(lookahead=1)
+    assert [together.tokens(f"r{index}") for index in range(len(LENGTHS))] == wanted
+    assert together.state.stats.taken_drafts > len(LENGTHS)
+    assert all(wanted[index] != plain(index)[: len(wanted[index])] for index in ASKED)
+    assert len(wanted[5]) > 7
+    told, alone = (
+        [one for output in one.outputs["r2"] for one in output.logprobs]
+        for one in (together, runs[2])
+    )
+    assert [one.top_ids for one in told] == [one.top_ids for one in alone]
+    np.testing.assert_allclose([one.chosen for one in told], [one.chosen for one in alone],
+                               atol=1e-4)  # fmt: skip
+
+
+def test_an_answer_ends_inside_a_block_where_its_stop_string_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ngram, "propose", right)
+    answer = plain(5)
+    tokenizer = Tokenizer(
+        vocab=tuple(f"<{token}>".encode() for token in range(CFG.vocab_size)),
+        control_tokens={}, eos_token_id=None, encode=list, max_token_chars=5,
+    )  # fmt: skip
+    for place in (6, 7, 8):  # blocks have four tokens
+        stop = f"{answer[place - 1]}><{answer[place]}"
+        end = next(i for i in range(1, MAX_TOKENS) if answer[i - 1 : i + 1] == (
+            answer[place - 1 : place + 1])) + 1  # fmt: skip
+        sampling = dataclasses.replace(request(5).sampling, stop=(stop,))
+        one = driver(NUM_DRAFTS)
+        engine = Engine(Executor(model(NUM_DRAFTS)), one.limits, [one.state.table])
+        engine.start()
+        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        matcher = StopMatcher(tokenizer, sampling)
+        engine.submit(
+            dataclasses.replace(request(5), sampling=sampling), outputs.put, matcher=matcher
+        ).result(30)
+        got = [outputs.get(timeout=30)]
+        while got[-1].finish_reason is None:
+            got.append(outputs.get(timeout=30))
+        engine.stop()
+        assert engine.join(30)
+        assert tuple(token for output in got for token in output.token_ids) == answer[:end]
+        assert (got[-1].finish_reason, got[-1].matched_stop) == ("stop", stop)
+        assert got[-1].completion_tokens == end
+        assert any(len(output.token_ids) > 1 for output in got)
+        counts = engine.counts()
+        assert counts.free_pages == counts.total_pages
 
 
 def test_ngrams_propose_what_followed_last() -> None:

@@ -20,6 +20,7 @@ from serving.counts import Counts
 from serving.engine import Engine
 from serving.page_table import CachePolicy, empty_table
 from serving.plan import StepResult
+from serving.profiler import ProfiledExecutor, Profiler
 from serving.rpc.bundle import build_bundle
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.model_info import ModelInfo
@@ -179,6 +180,7 @@ def fake_load(
     num_pages: int = 100,
     num_replicas: int = 1,
     policy: CachePolicy | None = None,
+    profiler: Profiler | None = None,
     **limits: int,
 ) -> Callable[[OnFailure], Served]:
     """A load that takes no time. `limits` are those of `fake_limits`; the default `policy` is to
@@ -194,8 +196,11 @@ def fake_load(
 
     def load(on_failure: OnFailure) -> Served:
         table = empty_table(geometry, num_pages, policy)
-        engine = Engine(devices, bounds, [table] * num_replicas, on_failure=on_failure)
-        return Served(engine=engine, limits=bounds, page_tokens=geometry.page_tokens)
+        profiled = ProfiledExecutor(devices, profiler) if profiler else devices
+        engine = Engine(profiled, bounds, [table] * num_replicas, on_failure=on_failure)
+        return Served(
+            engine=engine, limits=bounds, page_tokens=geometry.page_tokens, profiler=profiler
+        )
 
     return load
 
@@ -212,8 +217,10 @@ async def serving(
     wait_ready: bool = True,
     channel_options: tuple[tuple[str, int], ...] = (),
     draw_seed: Callable[[], int] | None = None,
+    **config: Any,
 ) -> AsyncIterator[Harness]:
-    """Run a server; on the way out it is stopped, and its own errors are the test's to look at."""
+    """Run a server; on the way out it is stopped, and its own errors are the test's to look at.
+    `config` are other values of `ServerConfig`."""
     lifecycle = Lifecycle()
     service = EngineService(
         ServiceConfig(
@@ -229,7 +236,7 @@ async def serving(
         bundle=build_bundle(folder) if folder else None,
         draw_seed=draw_seed or itertools.count(1000).__next__,
     )
-    server = Server(ServerConfig(port=port, drain_s=drain_s), service, lifecycle)
+    server = Server(ServerConfig(port=port, drain_s=drain_s, **config), service, lifecycle)
     address = await server.open()
     running = asyncio.create_task(server.run(load or fake_load()))
     async with grpc.aio.insecure_channel(address, options=channel_options) as channel:

@@ -50,6 +50,16 @@ def text_of(prompt: str, max_tokens: int, seed: int = 0) -> str:
     return bytes(tokens).decode()
 
 
+async def test_kf_v13_client_prints_no_part_of_a_stop_string(tmp_path: Path):
+    whole = text_of("HI 1!", 12, seed=5)
+    async with serving(folder=write_model_folder(tmp_path)) as harness:
+        options = ("--max-tokens", "12", "--seed", "5", "--request-id", "c", "--stats")
+        stops = ("--stop", whole[4:7], "--stop", "never")
+        run = await client("--address", harness.address, *options, *stops, "HI 1!")
+    assert run.stdout == whole[:4] + "\n"
+    assert "finish_reason=stop prompt_tokens=5 completion_tokens=7" in run.stderr
+
+
 async def test_client_prints_the_answer(tmp_path: Path):
     async with serving(folder=write_model_folder(tmp_path)) as harness:
         options = ("--max-tokens", "12", "--seed", "5", "--request-id", "c", "--stats")

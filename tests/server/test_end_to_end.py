@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,7 +21,8 @@ import pytest
 
 from serving import replicas
 from serving.record import read_record, replay
-from serving.rpc.protocol import Stub, messages
+from serving.rpc.protocol import Stub, common, messages
+from serving.tokenizer import Detokenizer, load_zip
 
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S = 240.0, 40.0
@@ -172,6 +174,74 @@ async def test_shared_prompt_is_not_computed_again_and_gives_the_same_answer(
     cold, warm = ([id for r in reply for id in r.chunk.token_ids] for reply in replies)
     assert len(cold) == 24
     assert cold == warm
+
+
+def asking(request_id: str, prompt: list[int], **sampling: Any) -> messages.GenerateRequest:
+    """A greedy request, unless `sampling` says otherwise."""
+    fields = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | sampling
+    return messages.GenerateRequest(
+        request_id=request_id,
+        tokenized=messages.TokenizedInput(input_ids=prompt),
+        sampling_params=messages.SamplingParams(**fields),
+    )
+
+
+async def answer_to(stub: Stub, message: messages.GenerateRequest) -> messages.GenerateComplete:
+    (reply,) = [reply async for reply in stub.Generate(message)]
+    return reply.complete
+
+
+async def test_fields_of_a_request_are_honoured(server: RunningServer) -> None:
+    prompt = list(request("", 70, 1).tokenized.input_ids)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = Stub(channel)
+        archive = [chunk async for chunk in stub.GetTokenizer(common.GetTokenizerRequest())]
+        tokenizer = load_zip(b"".join(chunk.data for chunk in archive))
+        assert tokenizer is not None
+        plain = await answer_to(stub, asking("plain", prompt, logprobs=3))
+        tokens = list(plain.output_ids)
+        # What was told of tokens that were decoded is told of them as a prompt, too.
+        scored = await answer_to(
+            stub, asking("scored", prompt + tokens, max_tokens=1, prompt_logprobs=3)
+        )
+        assert scored.cached_tokens == 0
+        told, again = plain.output_logprobs, scored.input_logprobs
+        numbers = [one.value for one in again.token_logprobs[-len(tokens) :]]
+        np.testing.assert_allclose(numbers, told.token_logprobs, atol=1e-3)
+        ranked = [list(top.values) for top in again.top_logprobs[-len(tokens) :]]
+        np.testing.assert_allclose(ranked, [top.values for top in told.top_logprobs], atol=1e-3)
+
+        texts = [Detokenizer(tokenizer).push(tokens[:count]) for count in range(len(tokens) + 1)]
+        stop = texts[9][-4:]
+        end = next(count for count, text in enumerate(texts) if stop in text)
+        stopped = await answer_to(stub, asking("stop", prompt, stop=[stop]))
+        assert (list(stopped.output_ids), stopped.matched_stop_str) == (tokens[:end], stop)
+
+        biased = await answer_to(stub, asking("biased", prompt, logit_bias={65: 100.0}))
+        assert list(biased.output_ids) == [65] * 16
+        spread = await answer_to(
+            stub,
+            asking("spread", prompt, logit_bias={65: 100.0, 66: 99.0}, frequency_penalty=2.0),
+        )
+        assert set(spread.output_ids) == {65, 66}
+        late = await answer_to(
+            stub, asking("late", prompt, stop_token_ids=tokens[:1], min_tokens=5)
+        )
+        assert tokens[0] not in list(late.output_ids)[:5]
+        narrow = await answer_to(stub, asking("narrow", prompt, temperature=2.0, min_p=1.0))
+        assert list(narrow.output_ids) == tokens
+
+        several = [
+            reply.complete
+            async for reply in stub.Generate(asking("n", prompt, temperature=1.0, seed=3, n=2))
+        ]
+        alone = [
+            await answer_to(stub, asking(f"seed{seed}", prompt, temperature=1.0, seed=seed))
+            for seed in (3, 4)
+        ]
+    several.sort(key=lambda one: one.index)
+    assert [one.output_ids for one in several] == [one.output_ids for one in alone]
+    assert several[0].output_ids != several[1].output_ids
 
 
 def test_client_streams_python(server: RunningServer) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +22,8 @@ from tests.server.harness import (
     serving,
     status_of,
 )
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "k3jax.json"
 
 
 async def scrape(port: int) -> dict[tuple[str, ...], float]:
@@ -62,6 +66,15 @@ async def test_a_scrape_agrees_with_what_was_answered_refused_and_cancelled():
     assert samples["k3jax_prompt_tokens_total",] == 3 * len(PROMPT)
     assert samples["k3jax_generation_tokens_total",] >= 13
     assert samples["k3jax_serving",] == 1
+
+
+async def test_the_dashboard_asks_for_metrics_that_exist():
+    names = set(re.findall(r"k3jax_[a-z_]+", DASHBOARD.read_text()))
+    async with serving() as harness:
+        await collect(harness.stub.Generate(request()))
+        there = {one.name for family in harness.service.metrics.collect() for one in family.samples}
+    assert len(names) > 15
+    assert not names - there
 
 
 async def test_metrics_are_there_before_the_model():

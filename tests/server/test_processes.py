@@ -47,6 +47,13 @@ def test_kf_h01_two_processes_answer_like_one_until_one_is_killed(tmp_path: Path
                 stream = Stream(Stub(channel), want[f"{name}.tokens"].tolist(), len(ids))
                 stream.join(60.0)
                 assert stream.token_ids == ids
+            # Its controls are set on the devices of all processes.
+            stream = Stream(
+                Stub(channel), [3, 4], 6, logit_bias={5: 100.0, 9: 99.0}, presence_penalty=2.0,
+                logprobs=2,
+            )  # fmt: skip
+            stream.join(60.0)
+            assert set(stream.token_ids) == {5, 9}
         play(group, Case(signal.SIGKILL, 1, "decode"))
 
 

@@ -24,18 +24,6 @@ from tests.server.harness import (
 )
 
 UNSUPPORTED_SAMPLING: dict[str, Any] = {
-    "n": 2,
-    "min_p": 0.1,
-    "frequency_penalty": 0.5,
-    "presence_penalty": -0.5,
-    "repetition_penalty": 1.1,
-    "logit_bias": {3: 1.0},
-    "min_tokens": 1,
-    "stop": ["x"],
-    "include_stop_str_in_output": True,
-    "logprobs": 0,
-    "prompt_logprobs": 0,
-    "truncate_prompt_tokens": -1,
     "json_schema": "{}",
     "regex": "a",
     "grammar": "g",
@@ -112,6 +100,44 @@ CASES: dict[str, tuple[Callable[[], messages.GenerateRequest], str, tuple[str, .
     "stop id beyond the vocabulary": (
         lambda: request(stop_token_ids=[VOCAB_SIZE]),
         "INVALID_ARGUMENT", ("stop_token_ids[0]", str(VOCAB_SIZE)),
+    ),
+    "n too large": (lambda: request(n=105), "INVALID_ARGUMENT", ("n is", "105", "1..104")),
+    "min_p above 1": (lambda: request(min_p=1.5), "INVALID_ARGUMENT", ("min_p", "1.5")),
+    "presence_penalty NaN": (
+        lambda: request(presence_penalty=math.nan), "INVALID_ARGUMENT", ("presence_penalty", "nan"),
+    ),
+    "frequency_penalty too large": (
+        lambda: request(frequency_penalty=2.5), "INVALID_ARGUMENT", ("frequency_penalty", "2.5"),
+    ),
+    "repetition_penalty negative": (
+        lambda: request(repetition_penalty=-1.0), "INVALID_ARGUMENT", ("repetition_penalty", "-1"),
+    ),
+    "logit_bias beyond the vocabulary": (
+        lambda: request(logit_bias={VOCAB_SIZE: 1.0}),
+        "INVALID_ARGUMENT", ("logit_bias[0]", str(VOCAB_SIZE)),
+    ),
+    "logit_bias too large": (
+        lambda: request(logit_bias={3: 101.0}), "INVALID_ARGUMENT", ("logit_bias[3]", "101.0"),
+    ),
+    "logit_bias too long": (
+        lambda: request(logit_bias=dict.fromkeys(range(1024), 1.0), min_tokens=1),
+        "INVALID_ARGUMENT", ("logit_bias", "1025", "1024"),
+    ),
+    "min_tokens above max_tokens": (
+        lambda: request(min_tokens=5), "INVALID_ARGUMENT", ("min_tokens", "got 5", "max_tokens 4"),
+    ),
+    "stop without tokenizer": (
+        lambda: request(stop=["x"]), "UNIMPLEMENTED", ("stop", "no tokenizer", "stop_token_ids"),
+    ),
+    "logprobs of all tokens": (
+        lambda: request(logprobs=-1), "INVALID_ARGUMENT", ("logprobs", "-1", "0..20"),
+    ),
+    "prompt_logprobs too many": (
+        lambda: request(prompt_logprobs=21), "INVALID_ARGUMENT", ("prompt_logprobs", "21", "0..20"),
+    ),
+    "truncate_prompt_tokens 0": (
+        lambda: request(truncate_prompt_tokens=0),
+        "INVALID_ARGUMENT", ("truncate_prompt_tokens", "got 0", "-1"),
     ),
     "rank that does not exist": (
         lambda: changed(data_parallel_rank=1), "INVALID_ARGUMENT", ("data_parallel_rank", "0..0"),
@@ -248,12 +274,11 @@ async def test_methods_that_are_not_there_say_so():
         stub = harness.stub
         calls = {
             "Embed": stub.Embed(messages.EmbedRequest()),
-            "StartProfile": stub.StartProfile(common.StartProfileRequest()),
-            "StopProfile": stub.StopProfile(common.StopProfileRequest()),
+            "profiles": stub.StartProfile(common.StartProfileRequest()),
         }
-        for method, call in calls.items():
+        for word, call in calls.items():
             assert (await call.code()).name == "UNIMPLEMENTED"
-            assert method in await call.details()
+            assert word in await call.details()
         status, text, _ = await status_of(stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()))
         assert status == "UNIMPLEMENTED"
         assert "SubscribeKvEvents" in text

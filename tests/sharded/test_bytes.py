@@ -56,11 +56,15 @@ def texts(cfg: ModelConfig, bucket: Bucket, parallel: ParallelConfig) -> tuple[s
     return before if is_ragged else lowered.compile().as_text(), before
 
 
+# Log probabilities are exchanged only in steps with rows that ask for them.
+USUAL = {"logprobs": 0, "sample/logprobs": 0}
+
+
 def moved(cfg: ModelConfig, bucket: Bucket, **mesh: Any) -> Bytes:
     """Everything that a step on dp2xtp4 moves between ranks."""
     after, before = texts(cfg, bucket, ParallelConfig(dp=DP, tp=TP, **mesh))
     bytes_in, bytes_out = Counter(), Counter()
-    for one in collectives(after, lowered=before):
+    for one in collectives(after, lowered=before, trips=USUAL):
         key = (one.layer, one.scope, one.kind, one.dtype)
         bytes_in[key] += one.times * one.bytes_in
         bytes_out[key] += one.times * one.bytes_out

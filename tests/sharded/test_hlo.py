@@ -116,13 +116,14 @@ def test_a_loop_of_unknown_length_is_refused_by_name_unless_its_trips_are_given(
     assert (one.layer, one.scope, one.times) == (1, "rounds", 5)
 
 
-def test_a_collective_in_a_branch_is_refused() -> None:
+def test_a_collective_in_a_branch_is_refused_unless_it_is_left_out() -> None:
     def body(x: jax.Array) -> jax.Array:
         return lax.cond(x[0, 0] > 0, lambda x: lax.psum(x, DP), lambda x: x * 2, x)
 
     text, _ = build(body, (TOKENS, WIDTH))
     with pytest.raises(ValueError, match=r"unknown number of times.*conditional"):
         collectives(text)
+    assert collectives(text, trips={"": 0}) == []
 
 
 def test_products_by_scope() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,13 @@ ENGINE = EngineConfig(
 )
 NUM_REPLICAS, NUM_PAGES = 2, 26
 PREFIX_TOKENS = 44
+# What some requests ask for besides, so that replicas differ in it.
+ASKED: dict[int, dict[str, Any]] = {
+    2: {"presence_penalty": -2.0, "frequency_penalty": 1.2, "min_p": 0.05},
+    3: {"repetition_penalty": 0.5, "logprobs": 2},
+    4: {"logit_bias": ((5, 4.0),), "min_tokens": 4, "stop_token_ids": tuple(range(0, 160, 3))},
+    7: {"prompt_logprobs": 3, "logprobs": 0},
+}
 
 
 @functools.cache
@@ -62,10 +70,20 @@ def request(index: int) -> Request:
         request_id=f"r{index}",
         prompt=tuple(np.concatenate([prefix[: PREFIX_TOKENS * (index % 2)], own]).tolist()),
         sampling=SamplingParams(
-            temperature=float(index % 3 == 0), seed=index, max_tokens=6 + index
+            temperature=float(index % 3 == 0),
+            seed=index,
+            max_tokens=6 + index,
+            **ASKED.get(index, {}),
         ),
         eos_token_ids=(),
     )
+
+
+def told(driver: ReplicasDriver, index: int) -> list[float]:
+    """All log probabilities that a request was told."""
+    outputs = driver.outputs[f"r{index}"]
+    places = [one for output in outputs for one in (*output.prompt_logprobs, *output.logprobs)]
+    return [number for one in places for number in (one.chosen, *one.top)]
 
 
 def test_requests_on_two_replicas_equal_their_solo_runs() -> None:
@@ -79,6 +97,8 @@ def test_requests_on_two_replicas_equal_their_solo_runs() -> None:
         alone.submit(request(index))
         alone.finish()
         expected.append(alone.tokens(f"r{index}"))
+        np.testing.assert_allclose(told(together, index), told(alone, index), atol=1e-4)
+        assert bool(told(alone, index)) == (index in (3, 7))
     assert [together.tokens(f"r{index}") for index in range(8)] == expected
     assert len(set(expected)) == 8
     together.submit(dataclasses.replace(request(3), request_id="again"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from k3jax.draft.acceptance import Accepted, accept
-from k3jax.sampling import filtered, sample, tempered
+from k3jax.sampling import Filters, filtered, sample, temperature_only
 
 VOCAB, DRAFTS, SAMPLES = 5, 3, 60_000
 RULES = ("rejection", "block")
@@ -86,8 +86,8 @@ def test_at_temperature_zero_every_token_is_the_targets_best(rule: str) -> None:
     best = np.asarray(logits.argmax(-1))
     rng = np.random.default_rng(4)
     drafts = np.where(rng.random((64, DRAFTS)) < 0.7, best[:, :-1], rng.integers(0, VOCAB))
-    zeros, ones = jnp.zeros(DRAFTS + 1), jnp.ones(DRAFTS + 1)
-    target = jax.vmap(lambda x: filtered(x, zeros, zeros.astype(jnp.int32), ones))(logits)
+    greedy = temperature_only(jnp.zeros(DRAFTS + 1))
+    target = jax.vmap(lambda x: filtered(x, greedy))(logits)
     q = jnp.log(jax.nn.softmax(jnp.asarray(rng.standard_normal((64, DRAFTS, VOCAB)), jnp.float32)))
     for draft in (None, q):
         got = accept(
@@ -102,10 +102,12 @@ def test_at_temperature_zero_every_token_is_the_targets_best(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_row_without_drafts_draws_what_plain_sampling_draws(rule: str) -> None:
     logits = jnp.asarray(np.random.default_rng(5).standard_normal((16, VOCAB)), jnp.float32)
-    settings = (jnp.full(16, 0.8), jnp.full(16, 3, jnp.int32), jnp.full(16, 0.9))
+    filters = Filters(
+        jnp.full(16, 0.8), jnp.full(16, 3, jnp.int32), jnp.full(16, 0.9), jnp.full(16, 0.1)
+    )
     seeds, positions = jnp.arange(16, dtype=jnp.uint32), jnp.arange(16, dtype=jnp.int32)
-    want, _ = sample(logits, *settings, seeds, positions)
-    target = jnp.repeat(filtered(logits, *settings)[:, None], DRAFTS + 1, axis=1)
+    want = sample(logits, filters, seeds, positions)
+    target = jnp.repeat(filtered(logits, filters)[:, None], DRAFTS + 1, axis=1)
     target = target.at[:, 1:].set(jnp.nan)  # never read
     drafts = jnp.zeros((16, DRAFTS), jnp.int32)
     got = accept(target, drafts, None, jnp.zeros(16, jnp.int32), seeds, positions, rule=rule)
@@ -113,21 +115,16 @@ def test_a_row_without_drafts_draws_what_plain_sampling_draws(rule: str) -> None
     np.testing.assert_array_equal(got.next_token, want)
 
 
-def test_a_temperature_alone_is_a_filter_that_is_off() -> None:
-    logits = jnp.asarray(np.random.default_rng(6).standard_normal((16, VOCAB)), jnp.float32)
-    logits = logits.at[:, 1].set(logits[:, 3])  # ties
-    logits = logits.at[0, 1:4].set(9.0)
-    temperature = jnp.arange(16, dtype=jnp.float32) / 5
-    want = filtered(logits, temperature, jnp.zeros(16, jnp.int32), jnp.ones(16))
-    np.testing.assert_array_equal(tempered(logits, temperature), want)
-
-
-def test_filtered_keeps_exactly_what_top_k_and_top_p_say() -> None:
-    logits = jnp.log(jnp.array([[0.4, 0.3, 0.1, 0.1, 0.1]] * 5))
-    temperature = jnp.array([1.0, 1.0, 1.0, 1.0, 0.0])
-    top_k = jnp.array([0, 3, 0, -1, 0], jnp.int32)
-    top_p = jnp.array([1.0, 1.0, 0.69, 0.75, 1.0])
-    kept = np.isfinite(np.asarray(filtered(logits, temperature, top_k, top_p)))
-    # Of equal tokens the lower ids come first.
-    assert kept.sum(-1).tolist() == [5, 3, 2, 3, 1]
+def test_filtered_keeps_exactly_what_the_filters_say() -> None:
+    logits = jnp.log(jnp.array([[0.4, 0.3, 0.1, 0.1, 0.1]] * 9))
+    filters = Filters(
+        temperature=jnp.array([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 2.0]),
+        top_k=jnp.array([0, 3, 0, -1, 0, 0, 0, 4, 0], jnp.int32),
+        top_p=jnp.array([1.0, 1.0, 0.69, 0.75, 1.0, 1.0, 0.5, 1.0, 1.0]),
+        min_p=jnp.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.26, 0.26, 0.2, 0.45]),
+    )
+    kept = np.isfinite(np.asarray(filtered(logits, filters)))
+    # Of equal tokens the lower ids come first. What min-p leaves is shared out before top-p counts,
+    # and its share is that after the temperature.
+    assert kept.sum(-1).tolist() == [5, 3, 2, 3, 1, 2, 1, 4, 5]
     np.testing.assert_array_equal(kept, np.arange(5)[None] < kept.sum(-1)[:, None])

@@ -113,6 +113,27 @@ def test_sampling_parameters_keep_their_bits():
     np.testing.assert_array_equal(arrays["seeds"], np.array([2**32 - 1, 0], np.uint32))
 
 
+def test_what_few_rows_ask_for_goes_to_their_own_places():
+    asked = SamplingParams(
+        min_p=0.25, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5,
+        min_tokens=1, logprobs=0, prompt_logprobs=0, seed=0, max_tokens=1,
+    )  # fmt: skip
+    plain = row("a", slot=0, start=4, tokens=(1,), pages=(1,))
+    prompt = row("b", slot=1, start=0, tokens=(2, 3), pages=(2,), samples=False, sampling=asked)
+    prompt = prompt._replace(scored=True, following=9)
+    whole = row("c", slot=2, start=0, tokens=(4,), pages=(3,), sampling=asked)
+    plan = plan_of(Bucket("prefill", 8, 4, 1), plain, prompt, whole)
+    arrays = unpack(pack_plan(plan, NUM_GROUPS, SCRATCH_SLOT), plan.bucket)
+    assert arrays["min_p"].tolist() == [0, 0.25, 0.25, 0]
+    assert arrays["presence"].tolist() == [0, 0.5, 0.5, 0]
+    assert arrays["frequency"].tolist() == [0, -0.5, -0.5, 0]
+    assert arrays["repetition"].tolist() == [1, 1.5, 1.5, 1]
+    assert arrays["biased"].tolist() == [0, 1, 1, 0]
+    assert arrays["logprobs"].tolist() == [0, 0, 1, 0]  # of rows that sample
+    assert arrays["scored"].tolist() == [0, 1, 0, 0]
+    assert arrays["following"].tolist() == [0, 9, 0, 0]
+
+
 def test_a_negative_top_k_means_no_limit():
     sampling = SamplingParams(top_k=-1, seed=0, max_tokens=1)
     bucket = Bucket("decode", 1, 1, 1)
@@ -187,7 +208,8 @@ def test_replicas_are_packed_one_after_the_other_and_an_idle_one_is_padding():
     arrays = unpack(idle, DECODE.bucket)
     np.testing.assert_array_equal(arrays["slots"], SCRATCH_SLOT)
     np.testing.assert_array_equal(arrays["top_p"], 1)
-    for name in arrays.keys() - {"slots", "top_p"}:
+    np.testing.assert_array_equal(arrays["repetition"], 1)
+    for name in arrays.keys() - {"slots", "top_p", "repetition"}:
         assert not arrays[name].any(), name
 
 

@@ -181,6 +181,9 @@ class FakeModel:
     def copy(self, copies: Any) -> None:
         self.calls.append(("copy", copies))
 
+    def control(self, call: np.ndarray) -> None:
+        self.calls.append(("control", call.tolist()))
+
     def run(self, bucket: Bucket, packed: np.ndarray) -> str:
         self.calls.append(("run", bucket, packed.tolist()))
         return "result"
@@ -203,11 +206,12 @@ def test_kf_h02_every_host_makes_the_calls_of_the_leader():
     shared.clear([[], []])  # nothing to do: nothing is sent
     shared.clear([[3, 4], []])
     shared.copy([[], [(1, 2, 3)]])
+    shared.control(np.arange(6, dtype=np.int32).reshape(2, 3))
     assert shared.run(buckets[1], np.ones((2, 3), np.int32)) == "result"
     results = [make_call(other, buckets, message) for message in leader.sent]
-    assert len(own.calls) == 3
+    assert len(own.calls) == 4
     assert other.calls == own.calls
-    assert results == [None, None, "result"]
+    assert results == [None, None, None, "result"]
 
 
 # Connections.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -149,6 +150,10 @@ RESULT = StepResult(
 def test_every_event_is_read_as_it_was_written(idle: tuple[None, ...], record: Path):
     result = GroupResult(step_id=7, results=(*idle, RESULT))
     request = fake_request("ä", (1, 2), stop_token_ids=(4,), ignore_eos=True)
+    more = dataclasses.replace(
+        request.sampling, stop=("x", "ä"), logit_bias=((3, 1.5),), min_tokens=2, logprobs=0
+    )
+    request = dataclasses.replace(request, sampling=more)
     written: list[Event] = [
         Submitted(request),
         Planned(frozenset({"b", "ä"})),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving.request import RequestError
+from serving.request import RequestError, SamplingParams
 from serving.rpc import convert, edge, protocol, service
 from serving.rpc.convert import GENERATE_FIELDS, SAMPLING_FIELDS, TOKENIZED_FIELDS
 from serving.rpc.protocol import messages
@@ -42,12 +42,12 @@ def test_service_name_is_what_gateways_probe():
 
 def test_refusal_names_field_value_and_expectation_but_no_text_of_the_client():
     with pytest.raises(RequestError) as error:
-        convert.check_fields(sampling_request(repetition_penalty=1.5))
+        convert.check_fields(sampling_request(json_object=True))
     assert error.value.message == (
-        "repetition_penalty is not supported: got 1.5; expected none or 1.0; leave it out"
+        "json_object is not supported: got True; expected none or False; leave it out"
     )
     with pytest.raises(RequestError) as error:
-        convert.check_fields(sampling_request(stop=["my secret"]))
+        convert.check_fields(sampling_request(regex="my secret"))
     assert "secret" not in error.value.message
 
 
@@ -74,24 +74,53 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized():
 def test_sampling_params_are_read_as_they_are():
     got = sampling_params(
         temperature=0.5, top_p=0.25, top_k=3, seed=9, max_tokens=7, stop_token_ids=[1, 2],
-        ignore_eos=True,
+        ignore_eos=True, min_p=0.125, presence_penalty=0.5, frequency_penalty=-0.5,
+        repetition_penalty=1.5, logit_bias={7: 1.5, 3: -2.0}, min_tokens=4, stop=["a", "bc"],
+        skip_special_tokens=True, logprobs=0, prompt_logprobs=5,
     )  # fmt: skip
-    assert (got.temperature, got.top_p, got.top_k, got.seed) == (0.5, 0.25, 3, 9)
-    assert (got.max_tokens, got.stop_token_ids, got.ignore_eos) == (7, (1, 2), True)
+    assert got == SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=3, seed=9, max_tokens=7, stop_token_ids=(1, 2),
+        ignore_eos=True, min_p=0.125, presence_penalty=0.5, frequency_penalty=-0.5,
+        repetition_penalty=1.5, logit_bias=((3, -2.0), (7, 1.5)), min_tokens=4, stop=("a", "bc"),
+        skip_special_tokens=True, logprobs=0, prompt_logprobs=5,
+    )  # fmt: skip
+    assert not got.is_plain
 
 
 def test_unset_sampling_params_take_the_servers_choice():
     got = sampling_params()
-    assert (got.temperature, got.top_p, got.top_k, got.seed) == (0.8, 1.0, 0, 4242)
-    assert (got.max_tokens, got.stop_token_ids, got.ignore_eos) == (30, (), False)
+    assert got == SamplingParams(temperature=0.8, seed=4242, max_tokens=30)
+    assert got.is_plain
 
 
 def test_prompt_without_room_leaves_the_refusal_to_the_engine():
     params = messages.SamplingParams()
     got = convert.sampling_params(
-        params, default_temperature=1.0, vocab_size=100, max_new_tokens=0, draw_seed=lambda: 1
-    )
+        params, default_temperature=1.0, vocab_size=100, max_new_tokens=0, draw_seed=lambda: 1,
+        has_tokenizer=False,
+    )  # fmt: skip
     assert got.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "max_tokens", "prompt"),
+    [(None, 4, (1, 2, 3, 4, 5)), (2, 4, (4, 5)), (9, 4, (1, 2, 3, 4, 5)), (-1, 4, (3, 4, 5))],
+)
+def test_truncation_keeps_the_end_of_the_prompt(
+    kept: int | None, max_tokens: int, prompt: tuple[int, ...]
+):
+    request = sampling_request(truncate_prompt_tokens=kept, max_tokens=max_tokens)
+    request.tokenized.input_ids[:] = (1, 2, 3, 4, 5)
+    num_kept = convert.num_kept(request.sampling_params, max_request_tokens=7)
+    got = convert.prompt_ids(request, tokenizer=None, max_tokens=6, num_kept=num_kept)
+    assert got == prompt
+
+
+def test_siblings_have_a_seed_each_and_the_first_alone_scores_the_prompt():
+    one, two, three = convert.siblings(sampling_params(seed=-2, prompt_logprobs=1, min_p=0.5), 3)
+    assert [s.seed for s in (one, two, three)] == [2**32 - 2, 2**32 - 1, 0]
+    assert [s.prompt_logprobs for s in (one, two, three)] == [1, None, None]
+    assert two.min_p == 0.5
 
 
 def sampling_request(**fields: Any) -> messages.GenerateRequest:
@@ -107,4 +136,5 @@ def sampling_params(**fields: Any):
         vocab_size=100,
         max_new_tokens=30,
         draw_seed=lambda: 4242,
+        has_tokenizer=True,
     )

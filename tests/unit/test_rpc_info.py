@@ -46,7 +46,7 @@ def test_sampling_defaults_are_those_that_requests_can_have(tmp_path: Path):
     info = info_of(tmp_path, generation)
     assert info.default_temperature == 0.6
     sent = json.loads(info.message().default_sampling_params_json)
-    assert sent == {"temperature": 0.6, "top_p": 0.95}
+    assert sent == {"temperature": 0.6, "top_p": 0.95, "min_p": 0.1}
 
 
 def test_model_info_message_has_what_a_gateway_needs(tmp_path: Path):

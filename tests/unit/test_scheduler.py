@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,11 +57,21 @@ def row_ids(plan: StepPlan | None) -> list[str]:
         ("seed", 2**32, "seed is out of range: got 4294967296"),
         ("max_tokens", 0, "max_tokens is out of range: got 0; expected >= 1"),
         ("max_tokens", -3, "max_tokens is out of range: got -3; expected >= 1"),
+        ("min_tokens", 2, "min_tokens is out of range: got 2; expected 0..max_tokens 1"),
+        ("min_p", math.nan, "min_p is out of range: got nan"),
+        (
+            "frequency_penalty",
+            -2.5,
+            "frequency_penalty is out of range: got -2.5; expected -2 to 2",
+        ),
+        ("repetition_penalty", 0.0, "repetition_penalty is out of range: got 0.0"),
+        ("logprobs", 21, "logprobs is out of range: got 21; expected 0..20"),
+        ("logit_bias", ((3, math.nan),), r"logit_bias\[3\] is out of range: got nan"),
+        ("stop", ("a", ""), r"stop is out of range: got strings of \[1, 0\] characters"),
+        ("stop", ("a",) * 33, "stop is out of range: got 33 strings; expected at most 32"),
     ],
 )
-def test_sampling_parameters_out_of_range_are_refused_by_name(
-    field: str, value: float, message: str
-):
+def test_sampling_parameters_out_of_range_are_refused_by_name(field: str, value: Any, message: str):
     with pytest.raises(RequestError, match=message) as raised:
         SamplingParams(**{"seed": 0, "max_tokens": 1, field: value})
     assert raised.value.status == "INVALID_ARGUMENT"
