@@ -188,7 +188,7 @@ def _parse_args() -> argparse.Namespace:
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="for the embedded model and compiled steps (default: the server's)",
+        help="for compiled steps (default: the server's)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON line a case")
     parser.add_argument(

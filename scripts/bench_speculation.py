@@ -1,6 +1,6 @@
 """Measure speculative decoding on one device: accepted tokens, and tokens a second, by drafts.
 
-    python scripts/bench_speculation.py --model DIR/model --draft DIR/draft --json spec.jsonl
+    python scripts/bench_speculation.py --json spec.jsonl
     python scripts/bench_speculation.py --report spec.jsonl --plot spec.svg      needs matplotlib
 
 The server's engine answers prompts one after the other, without drafts, with 1 to 7 drafts of the
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+EMBEDDED = CHECKOUT / "k3jax" / "weights" / "embedded_model"
 if str(CHECKOUT) not in sys.path:
     sys.path.insert(0, str(CHECKOUT))
 
@@ -90,8 +91,14 @@ def _parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint folder")
-    parser.add_argument("--draft", type=Path, metavar="DIR", help="folder of its draft model")
+    for name, what in (("model", "checkpoint folder"), ("draft", "folder of its draft model")):
+        parser.add_argument(
+            f"--{name}",
+            type=Path,
+            metavar="DIR",
+            default=EMBEDDED / name,
+            help=f"{what} (default: the embedded model's)",
+        )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON line a case")
     parser.add_argument("--report", type=Path, metavar="FILE", help="show such a file instead")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the results")
@@ -141,8 +148,6 @@ def _parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile-cache", type=Path, metavar="DIR", help="keep compiled steps")
     parser.add_argument("--commit", help="to record where this is no checkout")
     args = parser.parse_args(argv)
-    if args.report is None and (args.model is None or args.draft is None):
-        parser.error("--model and --draft are missing; expected both, or --report")
     if args.plot is not None and not report.can_plot():
         parser.error("--plot needs matplotlib, which is not installed; install '.[bench]'")
     return args

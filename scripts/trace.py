@@ -15,7 +15,6 @@ import numpy as np
 
 from k3jax.config import EngineConfig
 from serving import replicas
-from serving.options import default_cache_dir
 from serving.page_table import empty_table
 from serving.request import Request, SamplingParams
 from serving.scheduler import make_limits
@@ -49,7 +48,7 @@ def _trace(args: argparse.Namespace) -> None:
     # These import jax, so they follow the choice of devices.
     import jax
 
-    from k3jax.weights import ensure_embedded
+    from k3jax.weights import EMBEDDED_MODEL
     from serving.build import build_executor, choose_num_pages, load_model
 
     engine = EngineConfig(
@@ -59,7 +58,7 @@ def _trace(args: argparse.Namespace) -> None:
         max_prefill_tokens=args.rows * args.prompt_tokens,
         max_context_tokens=args.prompt_tokens + args.steps + 1,
     )
-    loaded = load_model(args.model or ensure_embedded(default_cache_dir()), engine, parallel)
+    loaded = load_model(args.model or EMBEDDED_MODEL, engine, parallel)
     num_pages = choose_num_pages(loaded)
     built = build_executor(loaded, num_pages=num_pages)
     limits = make_limits(

@@ -29,11 +29,11 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from embedded_training import config, data, draft, loop, target  # noqa: E402
 from embedded_training.export import read_target, released_tensors  # noqa: E402
+from embedded_training.tokenizer import NUM_RANKS, write_tokenizer  # noqa: E402
 
 from k3jax.config import ModelConfig  # noqa: E402
 from k3jax.draft.config import DraftConfig  # noqa: E402
 from k3jax.params import AnyConfig  # noqa: E402
-from k3jax.weights.embedded import NUM_RANKS, write_tokenizer  # noqa: E402
 from k3jax.weights.synthetic import write_tensors  # noqa: E402
 
 LICENCE = "PSF License Agreement (https://docs.python.org/3/license.html)"
@@ -66,7 +66,7 @@ def main() -> int:
         loss = target.held_out_loss(params, dense, corpus.held_out, *size)
         print(f"held out: {loss:.4f} nats, {loss / math.log(2):.3f} bits a byte", flush=True)
         _write(args.out / "model", cfg, config.model_config(), params)
-        write_tokenizer(args.out / "model")
+        write_tokenizer(args.out / "model", cfg.max_position_tokens)
         record |= {"held_out_nats": loss, "held_out_bits_per_byte": loss / math.log(2)}
 
     frozen = read_target(args.draft_only or args.out / "model", dense)

@@ -167,7 +167,7 @@ def _load_weights(setup: Setup, barrier: Barrier) -> tuple[LoadedModel, int]:
             setup.folder,
             setup.engine,
             setup.parallel,
-            draft_dir=options.draft,
+            draft_dir=setup.draft_dir,
             unit_tokens=options.page_unit,
             weight_cache=options.weight_cache,
             progress=progress,
@@ -284,6 +284,7 @@ def _say_configuration(setup: Setup) -> None:
     """Print every option, with the values that were chosen for those left open."""
     chosen: dict[str, object] = {
         "model": setup.folder,
+        "draft": setup.draft_dir,
         "served_model_name": setup.info.name,
         "cache_dir": setup.cache_dir,
         "compile_cache": os.environ["JAX_COMPILATION_CACHE_DIR"],

@@ -128,7 +128,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="checkpoint folder with config.json, safetensors and tokenizer files "
-        "(default: a small K3-shaped model of our own, made at the first start)",
+        "(default: the embedded model, a small K3 that was trained on Python sources)",
     )
     group.add_argument(
         "--served-model-name",
@@ -159,8 +159,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="for what can be made again: the embedded model, compiled steps "
-        "(default: $XDG_CACHE_HOME/k3jax, or ~/.cache/k3jax)",
+        help="for compiled steps (default: $XDG_CACHE_HOME/k3jax, or ~/.cache/k3jax)",
     )
     group.add_argument(
         "--weight-cache",
@@ -318,7 +317,8 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=Path,
         metavar="DIR",
-        help="checkpoint folder of the draft model, for --speculate dspark",
+        help="checkpoint folder of the draft model, for --speculate dspark (default: the embedded "
+        "model's own draft)",
     )
     group.add_argument(
         "--num-drafts",
@@ -480,6 +480,6 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def default_cache_dir() -> Path:
-    """Folder for the embedded model and compiled steps when no option names one."""
+    """Folder for compiled steps when no option names one."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "k3jax"

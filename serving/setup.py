@@ -58,11 +58,17 @@ _OPTIONS_OF_A_PROCESS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a server needs before its model is loaded."""
+    """What a server needs before its model is loaded.
+
+    Attributes:
+      folder: of the model's checkpoint.
+      draft_dir: of the draft model's, if there is one.
+    """
 
     options: Options
     cache_dir: Path
     folder: Path
+    draft_dir: Path | None
     model: ModelConfig
     engine: EngineConfig
     parallel: ParallelConfig
@@ -115,11 +121,12 @@ def prepare(options: Options) -> Setup:
         _check_record(options.record)
     cache_dir = options.cache_dir or default_cache_dir()
     _choose_compile_cache(options.compile_cache, cache_dir)
-    from k3jax.weights import ensure_embedded, read_model_config
+    from k3jax.weights import EMBEDDED_MODEL, read_model_config
 
-    folder = options.model or ensure_embedded(cache_dir)
+    folder = options.model or EMBEDDED_MODEL
     model = read_model_config(folder)
-    draft = _read_draft(options, model)
+    draft_dir = _find_draft(options)
+    draft = _read_draft(draft_dir, model) if draft_dir else None
     experts = options.experts
     if experts == "auto":
         experts = "ep" if model.num_experts % (sizes["dp"] * sizes["tp"]) == 0 else "tp"
@@ -164,6 +171,7 @@ def prepare(options: Options) -> Setup:
         options=options,
         cache_dir=cache_dir,
         folder=folder,
+        draft_dir=draft_dir,
         model=model,
         engine=engine,
         parallel=parallel,
@@ -178,18 +186,30 @@ def prepare(options: Options) -> Setup:
     )
 
 
-def _read_draft(options: Options, model: ModelConfig) -> DraftConfig | None:
-    """The configuration of the draft model, if one is asked for."""
-    if (options.speculate == "dspark") != (options.draft is not None):
-        raise ConfigError(
-            f"--speculate and --draft do not fit: got {options.speculate} and {options.draft}; "
-            "expected a folder with dspark, and none without"
-        )
-    if options.draft is None:
+def _find_draft(options: Options) -> Path | None:
+    """The folder of the draft model, if one is asked for: the embedded model has its own."""
+    if options.speculate != "dspark":
+        if options.draft is not None:
+            raise ConfigError(
+                f"--draft does not fit --speculate {options.speculate}: got {options.draft}; "
+                "expected it with dspark only"
+            )
         return None
+    from k3jax.weights import EMBEDDED_DRAFT
+
+    if options.draft is None and options.model is not None:
+        raise ConfigError(
+            "--draft is missing: got --speculate dspark with a --model; expected the folder of a "
+            "draft model for it"
+        )
+    return options.draft or EMBEDDED_DRAFT
+
+
+def _read_draft(folder: Path, model: ModelConfig) -> DraftConfig:
+    """A draft model's configuration, which fits the model."""
     from k3jax.weights import read_draft_config
 
-    draft = read_draft_config(options.draft)
+    draft = read_draft_config(folder)
     draft.check_target(model)
     return draft
 

@@ -20,7 +20,6 @@ from k3jax.param_spec import ParamSpec
 from k3jax.params import AnyConfig, describe
 from k3jax.program import DRAFT_PREFIX, Program
 from k3jax.weights import plan, synthetic
-from k3jax.weights.embedded import mxfp4_quantization_config
 from k3jax.weights.names import num_experts, num_leading_dims, released_name
 from sharding.axes import ParallelConfig
 from sharding.mesh import make_mesh
@@ -94,7 +93,7 @@ def tiny_json(*, packed: bool = True, **overrides: Any) -> dict[str, Any]:
         **overrides.get("linear_attn_config", {}),
     }
     if packed:
-        text.setdefault("quantization_config", mxfp4_quantization_config())
+        text.setdefault("quantization_config", synthetic.mxfp4_quantization_config())
     return {"model_type": "kimi_k3", "dtype": "bfloat16", "text_config": text}
 
 

@@ -109,6 +109,25 @@ def random_values(name: str, shape: Sequence[int], *, seed: int) -> Float32[np.n
     return np.float32(gain / math.sqrt(shape[-1])) * normal
 
 
+def mxfp4_quantization_config() -> dict[str, Any]:
+    """As released: the `ignore` list omits three bf16 tensors (k3-model.md section 3.4)."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": "mxfp4-pack-quantized",
+                "input_activations": None,
+                "output_activations": None,
+                "weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+            }
+        },
+        "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\..*", "re:.*lm_head.*"],
+    }
+
+
 def _stored(cfg: AnyConfig, spec: ParamSpec, source: Source, name: str, seed: int) -> np.ndarray:
     """One tensor as it lies in a file."""
     shape = spec.shape[num_leading_dims(spec) :]

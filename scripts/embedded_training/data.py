@@ -1,6 +1,6 @@
 """Text to train on: the sources of Python's standard library, as bytes.
 
-They are under the PSF License (its text goes into the model's folder). Files are listed in the
+They are under the PSF License; its text lies beside the model. Files are listed in the
 order of their paths; a file is held out if the SHA-256 of its path says so, so that the split does
 not depend on anything else.
 """

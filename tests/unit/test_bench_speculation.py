@@ -15,6 +15,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
+from embedded_training.tokenizer import NUM_RANKS, NUM_RESERVED, write_tokenizer
 from speculation_bench import report
 from speculation_bench.case import Case, Workload
 from speculation_bench.measure import CaseFailed, Played, Step, play
@@ -23,7 +24,6 @@ from speculation_bench.variants import Variant
 
 from k3jax.draft.config import DraftConfig
 from k3jax.weights import synthetic
-from k3jax.weights.embedded import NUM_RANKS, NUM_RESERVED, write_tokenizer
 from tests import tiny
 from tests.fakes import (
     FakeDevices,
@@ -115,7 +115,7 @@ def test_an_engine_answers_and_only_steps_behind_the_first_token_count() -> None
 def test_a_small_run_writes_a_line_a_case_and_equal_greedy_answers(tmp_path: Path) -> None:
     vocab = {"vocab_size": NUM_RANKS + NUM_RESERVED}
     tiny.write_tiny_checkpoint(tmp_path / "model", **vocab)
-    write_tokenizer(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", 512)
     config = SMALL_MLA | vocab | {"draft_vocab_size": NUM_RANKS + NUM_RESERVED}
     tensors = dict(synthetic.random_tensors(DraftConfig.from_hf(config), seed=1))
     (tmp_path / "draft").mkdir()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from k3jax.config import ConfigError
+from k3jax.weights import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from pallas_kernels.settings import KernelSettings
 from serving import cli
 from serving.cache_options import cache_policy
@@ -167,9 +168,11 @@ def test_kernel_options_reach_the_steps():
     assert cli.prepare(parse_options(arguments[:2])).engine.kernels == KernelSettings()
 
 
-def test_prepare_generates_the_embedded_model_with_its_tokenizer(tmp_path: Path):
-    setup = cli.prepare(parse_options([]))
-    assert setup.folder.parent == tmp_path / "k3jax"
+def test_prepare_finds_the_embedded_model_its_tokenizer_and_its_draft():
+    setup = cli.prepare(parse_options(["--speculate", "dspark"]))
+    assert (setup.folder, setup.draft_dir) == (EMBEDDED_MODEL, EMBEDDED_DRAFT)
+    assert setup.engine.num_drafts == 7
+    assert cli.prepare(parse_options([])).draft_dir is None
     assert setup.info.name == EMBEDDED_NAME
     assert setup.bundle is not None
     assert setup.tokenizer is not None
@@ -186,8 +189,8 @@ def test_prepare_generates_the_embedded_model_with_its_tokenizer(tmp_path: Path)
         (["--mesh", "tp3"], "does not divide over the mesh"),
         (["--max-context", "1000000"], "max_context_tokens is beyond the model: got 1000000"),
         (["--max-rows", "2", "--max-prefill-rows", "3"], "max_prefill_rows is too large: got 3"),
-        (["--speculate", "dspark"], "--speculate and --draft do not fit: got dspark and None"),
-        (["--draft", "x"], "--speculate and --draft do not fit: got off and x"),
+        (["--speculate", "dspark"], "--draft is missing: got --speculate dspark with a --model"),
+        (["--draft", "x"], "--draft does not fit --speculate off: got x"),
         (["--speculate", "dspark", "--draft", "x"], "config.json cannot be read"),
     ],
 )

@@ -15,11 +15,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
+from embedded_training import config
 from embedded_training.forward import forward
 from embedded_training.mxfp4 import rounded, through
+from embedded_training.tokenizer import write_tokenizer
 
 from k3jax.draft.config import DraftConfig
-from k3jax.weights import load_params, read_model_config
+from k3jax.weights import EMBEDDED_MODEL, load_params, read_model_config
 from k3jax.weights.folder import read_json
 from k3jax.weights.mxfp4 import dequantize, quantize
 from sharding.axes import ParallelConfig
@@ -51,6 +53,15 @@ def test_rounding_while_training_is_that_of_the_files() -> None:
     np.testing.assert_array_equal(rounded(jnp.asarray(values)), dequantize(*quantize(values)))
     gradient = jax.grad(lambda x: jnp.sum(through(x) * 3))(jnp.asarray(values))
     np.testing.assert_array_equal(gradient, 3)
+
+
+def test_it_makes_what_the_package_has(tmp_path: Path) -> None:
+    assert read_json(EMBEDDED_MODEL / "config.json") == config.model_config()
+    write_tokenizer(tmp_path, read_model_config(EMBEDDED_MODEL).max_position_tokens)
+    written = sorted(tmp_path.iterdir())
+    assert len(written) == 3
+    for path in written:
+        assert path.read_bytes() == (EMBEDDED_MODEL / path.name).read_bytes()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from k3jax.config import ConfigError, Dtype, ModelConfig
-from k3jax.weights import WeightError, ensure_embedded, load, read_model_config
+from k3jax.weights import EMBEDDED_MODEL, WeightError, load, read_model_config
 from k3jax.weights.converted import WEIGHTS_FOLDER, save
 from k3jax.weights.folder import MANIFEST_FILE
 from k3jax.weights.plan import Params
@@ -92,7 +92,7 @@ def test_four_devices_to_two(model: Path, cfg: ModelConfig, tmp_path: Path):
 
 
 def test_the_folder_keeps_configuration_and_tokenizer(tmp_path: Path):
-    model = ensure_embedded(tmp_path)
+    model = EMBEDDED_MODEL
     convert(model, tmp_path / "out", ParallelConfig())
     for name in (
         "config.json",

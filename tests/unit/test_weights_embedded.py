@@ -1,133 +1,92 @@
-"""The embedded model: the same everywhere, in the released layout, safe to make twice at once."""
+"""The embedded model and its draft: the shape of K3, the released layout, whole and small."""
 
 import base64
 import json
-import shutil
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from k3jax.config import ModelConfig
 from k3jax.params import a_log_stored
-from k3jax.weights import embedded, ensure_embedded, load, read_model_config
+from k3jax.weights import (
+    EMBEDDED_DRAFT,
+    EMBEDDED_MODEL,
+    load_params,
+    read_draft_config,
+    read_model_config,
+)
 from k3jax.weights.folder import open_checkpoint
 from sharding.axes import ParallelConfig
-from tests.tiny import mesh_shardings
+from sharding.mesh import make_mesh
+
+CFG = read_model_config(EMBEDDED_MODEL)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_embedded(tmp_path_factory.mktemp("cache"))
+def test_both_are_small():
+    files = [path for path in EMBEDDED_MODEL.parent.rglob("*") if path.is_file()]
+    of_model = sum(path.stat().st_size for path in files if path.parent == EMBEDDED_MODEL)
+    assert of_model < 12e6
+    assert sum(path.stat().st_size for path in files) < 14e6
 
 
-@pytest.fixture(scope="module")
-def cfg(model: Path) -> ModelConfig:
-    return read_model_config(model)
+def test_it_says_what_it_was_trained_on_and_how_good_it_is():
+    record = json.loads((EMBEDDED_MODEL.parent / "training.json").read_bytes())
+    assert (EMBEDDED_MODEL.parent / "PSF-LICENSE.txt").is_file()
+    assert record["data"]["licence"].startswith("PSF License Agreement")
+    assert {file["held_out"] for file in record["data"]["files"]} == {True, False}
+    assert record["held_out_nats"] < 1.5
+    taken = record["draft_taken_by_place"]
+    assert len(taken) == read_draft_config(EMBEDDED_DRAFT).num_drafts
+    assert taken[0] > 0.5
+    for name, schedule in record["schedules"].items():
+        assert record["curves"][name][-1]["step"] == schedule["steps"]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def test_it_has_the_shape_of_k3():
+    assert CFG.family == "kimi_k3"
+    assert CFG.expert_format == "mxfp4"
+    assert CFG.mla_layers[-2:] == (CFG.num_layers - 2, CFG.num_layers - 1)
+    assert CFG.dense_layers == (0,)
+    assert CFG.attn_res_block_layers is not None
+    assert -(-CFG.num_layers // CFG.attn_res_block_layers) == 3
+    assert a_log_stored(CFG) > CFG.kda_num_heads
+    assert len({CFG.kda_head_dim, CFG.qk_head_dim, CFG.kv_lora_rank, CFG.q_lora_rank}) == 4
 
 
-def test_it_is_the_same_everywhere(model: Path, tmp_path: Path):
-    assert contents(ensure_embedded(tmp_path / "new" / "cache")) == contents(model)
-
-
-def test_a_second_start_uses_the_first_one_s_files(model: Path):
-    before = {path: path.stat().st_mtime_ns for path in model.iterdir()}
-    assert ensure_embedded(model.parent) == model
-    assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == before
-
-
-@pytest.mark.parametrize("damage", ["missing", "cut", "stamp"])
-def test_a_damaged_model_is_made_again(model: Path, tmp_path: Path, damage: str):
-    folder = Path(shutil.copytree(model, tmp_path / model.name))
-    shard = next(folder.glob("*.safetensors"))
-    if damage == "missing":
-        shard.unlink()
-    elif damage == "cut":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    else:
-        (folder / "embedded.json").write_text("{}")
-    assert contents(ensure_embedded(tmp_path)) == contents(model)
-    assert [path.name for path in tmp_path.iterdir()] == [model.name]
-
-
-def test_a_changed_generator_makes_it_again(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    shutil.copytree(model, tmp_path / model.name)
-    monkeypatch.setattr(embedded, "SEED", embedded.SEED + 1)
-    assert contents(ensure_embedded(tmp_path)) != contents(model)
-
-
-def test_starts_at_the_same_time_do_not_disturb_each_other(model: Path, tmp_path: Path):
-    # The lock belongs to an open folder, so threads exclude each other as processes do.
-    with ThreadPoolExecutor(3) as pool:
-        folders = list(pool.map(ensure_embedded, [tmp_path] * 3))
-    assert set(folders) == {tmp_path / model.name}
-    assert contents(folders[0]) == contents(model)
-    assert [path.name for path in tmp_path.iterdir()] == [model.name]
-
-
-def test_an_interrupted_start_leaves_no_model(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def fail(folder: Path) -> None:
-        raise OSError("disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(embedded, "write_tokenizer", fail)
-        with pytest.raises(OSError, match="disk is full"):
-            ensure_embedded(tmp_path)
-    assert not (tmp_path / model.name).exists()
-    assert contents(ensure_embedded(tmp_path)) == contents(model)
-    assert [path.name for path in tmp_path.iterdir()] == [model.name]
-
-
-def test_it_has_the_shape_of_k3(cfg: ModelConfig):
-    assert cfg.family == "kimi_k3"
-    assert cfg.expert_format == "mxfp4"
-    assert cfg.mla_layers[-2:] == (cfg.num_layers - 2, cfg.num_layers - 1)
-    assert cfg.dense_layers == (0,)
-    assert cfg.attn_res_block_layers is not None
-    assert -(-cfg.num_layers // cfg.attn_res_block_layers) == 2
-    assert a_log_stored(cfg) > cfg.kda_num_heads
-    assert len({cfg.kda_head_dim, cfg.qk_head_dim, cfg.kv_lora_rank, cfg.q_lora_rank}) == 4
-
-
-def test_it_has_the_released_layout(model: Path):
-    entries = open_checkpoint(model)
-    assert len({entry.file for entry in entries.values()}) == 2
+def test_it_has_the_released_layout():
+    entries = open_checkpoint(EMBEDDED_MODEL)
     prefix = "language_model.model.layers."
     found = {
         name.removeprefix(prefix): (entry.dtype, entry.shape) for name, entry in entries.items()
     }
-    assert found["language_model.lm_head.weight"] == ("BF16", (512, 96))
-    assert found["0.self_attn.A_log"] == ("F32", (16,))
-    assert found["0.self_attn.q_conv1d.weight"] == ("F32", (128, 1, 4))
-    assert found["1.block_sparse_moe.experts.3.w2.weight_packed"] == ("U8", (64, 32))
-    assert found["1.block_sparse_moe.experts.3.w2.weight_scale"] == ("U8", (64, 2))
-    assert found["5.self_attention_res_proj.weight"] == ("BF16", (1, 96))
+    assert found["language_model.lm_head.weight"] == ("BF16", (512, 192))
+    assert found["0.self_attn.A_log"] == ("F32", (32,))
+    assert found["0.self_attn.q_conv1d.weight"] == ("F32", (256, 1, 4))
+    assert found["1.block_sparse_moe.experts.3.w2.weight_packed"] == ("U8", (96, 64))
+    assert found["1.block_sparse_moe.experts.3.w2.weight_scale"] == ("U8", (96, 4))
+    assert found["5.self_attention_res_proj.weight"] == ("BF16", (1, 192))
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_every_mesh_divides_it(model: Path, cfg: ModelConfig, tp: int):
-    params = load(model, cfg, mesh_shardings(cfg, ParallelConfig(tp=tp)))
-    for leaf in jax.tree.leaves(params):
+def test_every_mesh_divides_both(tp: int):
+    parallel = ParallelConfig(tp=tp)
+    mesh = make_mesh(parallel)
+    draft = read_draft_config(EMBEDDED_DRAFT)
+    draft.check_target(CFG)
+    params = load_params(EMBEDDED_MODEL, CFG, parallel, mesh, "bfloat16")
+    own = load_params(EMBEDDED_DRAFT, draft, parallel, mesh, "bfloat16")
+    for leaf in jax.tree.leaves((params, own)):
         assert np.isfinite(np.asarray(leaf).astype(np.float32)).all()
 
 
-def test_its_vocabulary_is_bytes_and_reserved_ids(model: Path, cfg: ModelConfig):
-    lines = (model / "tiktoken.model").read_text().splitlines()
+def test_its_vocabulary_is_bytes_and_reserved_ids():
+    lines = (EMBEDDED_MODEL / "tiktoken.model").read_text().splitlines()
     ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines}
     assert ranks == {bytes([byte]): byte for byte in range(256)}
-    assert cfg.vocab_size == 256 + 256
-    added = json.loads((model / "tokenizer_config.json").read_bytes())["added_tokens_decoder"]
+    assert CFG.vocab_size == 256 + 256
+    config = json.loads((EMBEDDED_MODEL / "tokenizer_config.json").read_bytes())
+    added = config["added_tokens_decoder"]
     # The same offsets behind the ranks as in K3 (k3-model.md section 8).
     released = {
         163584: "[BOS]",
@@ -151,15 +110,8 @@ def test_its_vocabulary_is_bytes_and_reserved_ids(model: Path, cfg: ModelConfig)
     }
 
 
-def test_readable_text_and_the_end_of_the_message_are_likely(model: Path, cfg: ModelConfig):
-    head = np.asarray(load(model, cfg, mesh_shardings(cfg, ParallelConfig()))["top"]["lm_head"])
-    size = np.abs(head.astype(np.float32)).mean(axis=1)
-    readable = [*range(32, 127), 10, *cfg.eos_token_ids]
-    assert size[readable].min() > 4 * np.delete(size, readable).max()
-
-
-def test_its_token_ids_agree_between_files(model: Path, cfg: ModelConfig):
-    generation = json.loads((model / "generation_config.json").read_bytes())
-    assert (cfg.bos_token_id, cfg.eos_token_ids, cfg.pad_token_id) == (256, (258,), 511)
+def test_its_token_ids_agree_between_files():
+    generation = json.loads((EMBEDDED_MODEL / "generation_config.json").read_bytes())
+    assert (CFG.bos_token_id, CFG.eos_token_ids, CFG.pad_token_id) == (256, (258,), 511)
     assert generation["eos_token_id"] == [258, 257]
     assert generation["temperature"] == 1.0
