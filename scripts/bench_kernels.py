@@ -73,7 +73,7 @@ def main() -> int:
     failed = False
     print(HEADER)
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(args.jobs) as pool:
-        for lines in pool.map(lambda case: _run(case, lock.name), chosen):
+        for lines in pool.map(lambda case: _run(case, "--lock", lock.name), chosen):
             failed |= any("failure" in line for line in lines)
             print(_rows(lines), flush=True)
             if args.json is not None:
@@ -93,12 +93,12 @@ def _locked(path: Path | None) -> Iterator[None]:
         yield
 
 
-def _run(case: Case, lock: str) -> list[dict[str, Any]]:
+def _run(case: Case, *options: str) -> list[dict[str, Any]]:
     """Run a case and its peers; a line for what failed or ran out of time."""
-    lines = _process(case, case.implementations, "--lock", lock)
+    lines = _process(case, case.implementations, *options)
     floor_us = next((line["floor_us"] for line in lines if "floor_us" in line), None)
     for peer in case.peers:
-        lines += _process(case, (peer,), "--lock", lock, "--peer", peer)
+        lines += _process(case, (peer,), *options, "--peer", peer)
         if "us" in lines[-1] and floor_us is not None:
             lines[-1] |= {"floor_us": floor_us, "times_floor": lines[-1]["us"] / floor_us}
     times = {line["implementation"]: line.get("us") for line in lines}

@@ -12,7 +12,7 @@ import pytest
 
 from k3jax.buckets import Bucket
 from k3jax.paged_model import PagedModel
-from serving.executor import Executor
+from serving.packing import pack_group
 from serving.plan import PageCopy, RowPlan, StateExport, StepPlan
 from tests import tiny
 from tests.fakes import group_of_one
@@ -48,7 +48,11 @@ def step(
 ) -> list[np.ndarray]:
     """Logits of each row of one step."""
     plan = StepPlan(step_id=0, bucket=BUCKET, rows=rows, clear_pages=clear, copies=copies)
-    (logits,) = np.asarray(Executor(model()).dispatch(group_of_one(plan)).result)
+    model().clear([clear])
+    model().copy([copies])
+    program = model().program
+    packed = pack_group(group_of_one(plan), program.num_recurrent_groups, program.max_rows)
+    (logits,) = np.asarray(model().run(BUCKET, packed))
     ends = np.cumsum([row.length for row in rows])
     return np.split(logits[: ends[-1]], ends[:-1])
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from k3jax.weights.embedded import embedded_config, write_tokenizer
+from k3jax.weights.embedded import EMBEDDED_MODEL
 from serving.plan import RowPlan
 from serving.tokenizer import Tokenizer
 from tests.fakes import fake_geometry
 from tests.server.harness import Harness, SlowExecutor, fake_load, model_info, serving
 
 MODEL = "scripted"
+_CHAT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tiktoken.model",
+)
 _PAGE_TOKENS, _CONTEXT_TOKENS = 64, 4096
 
 
@@ -59,7 +66,7 @@ async def scripted_server(
       answer: ids of every answer.
     """
     executor = ScriptedExecutor(answer)
-    config = embedded_config()
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
     load = fake_load(
         executor,
         page_tokens=_PAGE_TOKENS,
@@ -81,8 +88,8 @@ async def scripted_server(
 
 def write_chat_folder(folder: Path) -> Path:
     """A model folder with a tokenizer in K3's layout, without weights."""
-    write_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(embedded_config()))
+    for name in _CHAT_FILES:
+        shutil.copy(EMBEDDED_MODEL / name, folder)
     return folder
 
 
