@@ -33,13 +33,6 @@ class Filters(NamedTuple):
     min_p: Float32[Array, " S"]
 
 
-def temperature_only(temperature: Float32[Array, " S"]) -> Filters:
-    """Filters that keep all tokens, except at temperature 0."""
-    rows = temperature.shape
-    off = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.float32), jnp.zeros(rows, jnp.float32)
-    return Filters(temperature, *off)
-
-
 def sample(
     logits: Float32[Array, "S V"],
     filters: Filters,
@@ -80,6 +73,17 @@ def filtered(logits: Float32[Array, "S V"], filters: Filters) -> Float32[Array, 
     least = jnp.take_along_axis(scaled, last, axis=-1)
     is_kept = (scaled > least) | ((scaled == least) & (jnp.arange(vocab)[None] <= last))
     return jnp.where(is_kept, scaled, -jnp.inf)
+
+
+def tempered(
+    logits: Float32[Array, "S V"], temperature: Float32[Array, " S"]
+) -> Float32[Array, "S V"]:
+    """`filtered` by temperature alone: it leaves all tokens, and at 0 the most likely one."""
+    is_left = (temperature > 0)[:, None] | (
+        jnp.arange(logits.shape[1])[None] == best(logits)[:, None]
+    )
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    return jnp.where(is_left, scaled, -jnp.inf)
 
 
 def gumbel(

@@ -15,7 +15,7 @@ from k3jax.draft.acceptance import Accepted, verify, verify_greedily
 from k3jax.layers import linear_f32
 from k3jax.program import DRAFT_PREFIX, Program
 from k3jax.run import Run, apply
-from k3jax.sampling import best, draft_gumbel, filtered, sample, temperature_only
+from k3jax.sampling import best, draft_gumbel, sample, tempered
 from k3jax.step_meta import last_token_of_row
 from sharding import collectives
 
@@ -159,14 +159,14 @@ def _look_ahead(
         if program.draft_sampling == "greedy":
             drafts, _ = model.propose(_draft_params(run), logits, newest, likeliest)
             return jnp.concatenate([newest[:, None], drafts], axis=1), none, pool
-        filters = temperature_only(fields["temperature"])
+        temperature = fields["temperature"]
 
         def drawn(place: Array, scores: Float32[Array, "S V"]) -> Array:
             noise = draft_gumbel(fields["seeds"], positions + 1 + place, scores.shape[1])
-            return best(filtered(scores, filters) + noise)
+            return best(tempered(scores, temperature) + noise)
 
         drafts, scores = model.propose(_draft_params(run), logits, newest, drawn)
-        scores = jax.vmap(lambda x: filtered(x, filters), 1, 1)(scores)
+        scores = jax.vmap(lambda x: tempered(x, temperature), 1, 1)(scores)
         return jnp.concatenate([newest[:, None], drafts], axis=1), scores, pool
 
 

@@ -36,6 +36,7 @@ from k3jax.draft.config import DraftConfig  # noqa: E402
 from k3jax.params import AnyConfig  # noqa: E402
 from k3jax.weights.synthetic import write_tensors  # noqa: E402
 
+OWN_TEXTS = 1536  # of the model, for its draft to learn from
 LICENCE = "PSF License Agreement (https://docs.python.org/3/license.html)"
 
 
@@ -70,8 +71,13 @@ def main() -> int:
         record |= {"held_out_nats": loss, "held_out_bits_per_byte": loss / math.log(2)}
 
     frozen = read_target(args.draft_only or args.out / "model", dense)
+    own = target.own_texts(
+        frozen, dense, corpus.train, texts=4 if args.smoke else OWN_TEXTS, tokens=size[1] // 2,
+        seed=args.seed + 2,
+    )  # fmt: skip
+    print(f"{len(own)} texts of its own", flush=True)
     draft_params = _follow(
-        "draft", draft.train(draft_cfg, dense, frozen, corpus.train, plan["draft"]), curves
+        "draft", draft.train(draft_cfg, dense, frozen, corpus.train, own, plan["draft"]), curves
     )
     score = draft.held_out_score(draft_params, draft_cfg, dense, frozen, corpus.held_out, *size)
     print("taken, by place: ", np.round(score.agree, 3).tolist(), flush=True)
@@ -83,6 +89,7 @@ def main() -> int:
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "python": data.python_version()},
         "data": {"licence": LICENCE, "files": corpus.files},
+        "own_texts": len(own),
         "draft_taken_by_place": np.asarray(score.agree).tolist(),
         "draft_equal_by_place": np.asarray(score.equal).tolist(),
         "curves": curves,

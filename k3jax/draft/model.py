@@ -106,7 +106,9 @@ def propose(
         return token_S, (token_S, logits_SV)
 
     places = jnp.arange(base_SXV.shape[1], dtype=jnp.int32)
-    _, (tokens_XS, logits_XSV) = lax.scan(one, anchor_S, (places, jnp.moveaxis(base_SXV, 1, 0)))
+    inputs = places, jnp.moveaxis(base_SXV, 1, 0)
+    # A loop on a GPU asks the host at every turn; a block has few places.
+    _, (tokens_XS, logits_XSV) = lax.scan(one, anchor_S, inputs, unroll=True)
     return tokens_XS.T, jnp.moveaxis(logits_XSV, 0, 1)
 
 

@@ -1,7 +1,9 @@
 """Training of the DSpark draft against the frozen target (k3-model.md section 6).
 
-At random anchors of a text the draft sees what it will see in the server: context rows of the
-tokens before the anchor, and the block. It learns the target's distributions of the tokens that
+Half of the texts are from the corpus, half are what the target itself writes greedily: drafts
+follow the target's text, which repeats itself more than the corpus does. At random anchors of a
+text the draft sees what it will see in the server: context rows of the tokens before the anchor,
+and the block. It learns the target's distributions of the tokens that
 follow: 0.9 of the total variation, which is the chance that a draft is refused, and 0.1 of the
 cross entropy of the text, both less for places further on.
 """
@@ -52,9 +54,15 @@ def initial_params(cfg: DraftConfig, seed: int) -> dict[str, dict[str, Array]]:
 
 
 def train(
-    cfg: DraftConfig, target_cfg: ModelConfig, target: Tree, stream: np.ndarray, schedule: Schedule
-) -> Iterator[Progress]:
-    """Train at random anchors in random pieces of a stream."""
+    cfg: DraftConfig, target_cfg: ModelConfig, target: Tree, stream: np.ndarray,
+    own: Int32[np.ndarray, "N T"], schedule: Schedule,
+) -> Iterator[Progress]:  # fmt: skip
+    """Train at random anchors in random pieces of a stream and of the target's own texts.
+
+    Args:
+      own: see `target.own_texts`; as many side by side as fit into a piece.
+    """
+    own = own.reshape(-1, schedule.tokens)
     optimizer = loop.optimizer(schedule)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -70,7 +78,9 @@ def train(
     rng = np.random.default_rng(schedule.seed + 1)
 
     def draw() -> tuple[Tree, np.ndarray, np.ndarray]:
-        tokens = data.crops(rng, stream, schedule.batch, schedule.tokens)
+        mine = own[rng.integers(0, len(own), schedule.batch // 2)]
+        theirs = data.crops(rng, stream, schedule.batch - len(mine), schedule.tokens)
+        tokens = np.concatenate([mine, theirs])
         return target, tokens, _anchors(rng, cfg, schedule.batch, schedule.tokens)
 
     params = initial_params(cfg, schedule.seed)

@@ -20,6 +20,7 @@ from k3jax.config import ModelConfig
 from k3jax.params import describe
 
 _BALANCE_STEP = 1e-3  # of a router's bias, against the load (loss-free balancing)
+_OWN_BATCH = 256
 
 
 def initial_params(cfg: ModelConfig, seed: int) -> dict[str, dict[str, Array]]:
@@ -93,6 +94,31 @@ def held_out_loss(
     run = jax.jit(lambda p, t: loss_of(p, cfg, t)[0])
     batches = data.pieces(stream, batch, tokens + 1, most=16)
     return float(np.mean([float(run(params, piece)) for piece in batches]))
+
+
+def own_texts(
+    params: Tree, cfg: ModelConfig, stream: np.ndarray, *, texts: int, tokens: int, seed: int
+) -> Int32[np.ndarray, "N T"]:
+    """What the model writes, greedily, behind random pieces of a stream: a quarter is given.
+
+    Args:
+      params: as `computed` returns them.
+      texts: a multiple of a batch, which has at most `_OWN_BATCH`.
+    """
+    given = tokens // 4
+
+    @jax.jit
+    def write(params: Tree, prompts: Int32[Array, "B P"]) -> Int32[Array, "B T"]:
+        def place(i: Array, text: Array) -> Array:
+            logits = run_batch(params, cfg, text).logits[:, i - 1]
+            return text.at[:, i].set(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+        blank = jnp.zeros((prompts.shape[0], tokens), jnp.int32).at[:, :given].set(prompts)
+        return jax.lax.fori_loop(given, tokens, place, blank)
+
+    rng, batch = np.random.default_rng(seed), min(texts, _OWN_BATCH)
+    written = [write(params, data.crops(rng, stream, batch, given)) for _ in range(texts // batch)]
+    return np.concatenate([np.asarray(text) for text in written])
 
 
 def _decays(params: Tree) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from k3jax.draft.acceptance import Accepted, accept
-from k3jax.sampling import Filters, filtered, sample, temperature_only
+from k3jax.sampling import Filters, filtered, sample, tempered
 
 VOCAB, DRAFTS, SAMPLES = 5, 3, 60_000
 RULES = ("rejection", "block")
@@ -86,8 +86,7 @@ def test_at_temperature_zero_every_token_is_the_targets_best(rule: str) -> None:
     best = np.asarray(logits.argmax(-1))
     rng = np.random.default_rng(4)
     drafts = np.where(rng.random((64, DRAFTS)) < 0.7, best[:, :-1], rng.integers(0, VOCAB))
-    greedy = temperature_only(jnp.zeros(DRAFTS + 1))
-    target = jax.vmap(lambda x: filtered(x, greedy))(logits)
+    target = jax.vmap(lambda x: tempered(x, jnp.zeros(DRAFTS + 1)))(logits)
     q = jnp.log(jax.nn.softmax(jnp.asarray(rng.standard_normal((64, DRAFTS, VOCAB)), jnp.float32)))
     for draft in (None, q):
         got = accept(
@@ -128,3 +127,11 @@ def test_filtered_keeps_exactly_what_the_filters_say() -> None:
     # and its share is that after the temperature.
     assert kept.sum(-1).tolist() == [5, 3, 2, 3, 1, 2, 1, 4, 5]
     np.testing.assert_array_equal(kept, np.arange(5)[None] < kept.sum(-1)[:, None])
+
+
+def test_tempered_is_filtered_without_other_filters() -> None:
+    logits = jnp.asarray(np.random.default_rng(6).integers(0, 4, (6, VOCAB)), jnp.float32)  # ties
+    temperature = jnp.array([0.0, 0.5, 1.0, 0.0, 2.0, 0.0])
+    zeros = jnp.zeros(6)
+    off = Filters(temperature, zeros.astype(jnp.int32), jnp.ones(6), zeros)
+    np.testing.assert_array_equal(tempered(logits, temperature), filtered(logits, off))

@@ -21,7 +21,7 @@ from embedded_training.mxfp4 import rounded, through
 from embedded_training.tokenizer import write_tokenizer
 
 from k3jax.draft.config import DraftConfig
-from k3jax.weights import EMBEDDED_MODEL, load_params, read_model_config
+from k3jax.weights import EMBEDDED_DRAFT, EMBEDDED_MODEL, load_params, read_model_config
 from k3jax.weights.folder import read_json
 from k3jax.weights.mxfp4 import dequantize, quantize
 from sharding.axes import ParallelConfig
@@ -57,6 +57,7 @@ def test_rounding_while_training_is_that_of_the_files() -> None:
 
 def test_it_makes_what_the_package_has(tmp_path: Path) -> None:
     assert read_json(EMBEDDED_MODEL / "config.json") == config.model_config()
+    assert read_json(EMBEDDED_DRAFT / "config.json") == config.draft_config()
     write_tokenizer(tmp_path, read_model_config(EMBEDDED_MODEL).max_position_tokens)
     written = sorted(tmp_path.iterdir())
     assert len(written) == 3

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,10 +24,12 @@ CFG = read_model_config(EMBEDDED_MODEL)
 
 
 def test_both_are_small():
-    files = [path for path in EMBEDDED_MODEL.parent.rglob("*") if path.is_file()]
-    of_model = sum(path.stat().st_size for path in files if path.parent == EMBEDDED_MODEL)
-    assert of_model < 12e6
-    assert sum(path.stat().st_size for path in files) < 14e6
+    def size(folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    assert size(EMBEDDED_MODEL) < 12e6
+    assert size(EMBEDDED_DRAFT) < 4e6
+    assert size(EMBEDDED_MODEL.parent) < 16e6
 
 
 def test_it_says_what_it_was_trained_on_and_how_good_it_is():
