@@ -20,11 +20,6 @@ AUTOMATIC_ORDER = ("mosaic", "triton", "xla")
 _log = logging.getLogger(__name__)
 
 
-def passed_over_always(reason: str) -> Callable[..., str]:
-    """An entry of `Op.unproven` for all arguments."""
-    return lambda *_args, **_kwargs: reason
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
     """An operator: its public name and its implementations, all of one signature.

@@ -1,4 +1,4 @@
-"""Verification and commit composed of the one-token operators, a token after the other."""
+"""Verification composed of the one-token operators, a token after the other; the plain commit."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from pallas_kernels.kda.composed import gated_norm
 from pallas_kernels.kda.gate import kda_gate
 from pallas_kernels.kda.pages import read_states, write_states
 from pallas_kernels.kda.records import KdaRecords
+from pallas_kernels.kda.xla import normalise
 from pallas_kernels.numerics import contract, sigmoid_f32
 from pallas_kernels.short_conv import short_conv_step
 
@@ -29,9 +30,8 @@ def kda_verify_paged(
     position: int,
     lower_bound: float | None,
     eps: float,
-    implementation: str,
 ) -> tuple[Float[Array, "S X N D"], KdaRecords]:
-    """See `verify.kda_verify_paged`; `implementation` is that of the parts."""
+    """See `verify.kda_verify_paged`."""
     num_rows, num_slots, _, heads, dim = qkv_SX3ND.shape
     weights = taps_3NDK.reshape(-1, taps_3NDK.shape[-1])
     kept = weights.shape[1] - 1
@@ -43,18 +43,17 @@ def kda_verify_paged(
     for x in range(num_slots):
         with jax.named_scope("conv"):
             qkv, window = short_conv_step(
-                qkv_SX3ND[:, x].reshape(num_rows, -1), weights, window,
-                implementation=implementation,
-            )  # fmt: skip
+                qkv_SX3ND[:, x].reshape(num_rows, -1), weights, window, implementation="reference"
+            )
             q, k, v = jnp.unstack(qkv.reshape(num_rows, 3, heads, dim), axis=1)
         with jax.named_scope("delta"):
             decay = jnp.exp(kda_gate(f_SXND[:, x], A_log_N, dt_bias_ND, lower_bound))
-            seen = contract("snvk,snk->snv", state * decay[:, :, None], _normalise(k))
+            seen = contract("snvk,snk->snv", state * decay[:, :, None], normalise(k))
             us.append(sigmoid_f32(b_SXN[:, x])[..., None] * (v.astype(jnp.float32) - seen))
             ks.append(k)
             o, state = kda_decode(
                 q, k, v, f_SXND[:, x], b_SXN[:, x], A_log_N, dt_bias_ND, state,
-                lower_bound=lower_bound, implementation=implementation,
+                lower_bound=lower_bound, implementation="reference",
             )  # fmt: skip
         with jax.named_scope("output"):
             y = gated_norm(o, gate_SXND[:, x], o_norm_D, eps)
@@ -87,7 +86,7 @@ def kda_commit_paged(
     with jax.named_scope("delta"):
         for x in range(num_slots):
             decay = jnp.exp(kda_gate(f_SXND[:, x], A_log_N, dt_bias_ND, lower_bound))
-            k, u = _normalise(records.k_SXND[:, x]), records.u_SXND[:, x]
+            k, u = normalise(records.k_SXND[:, x]), records.u_SXND[:, x]
             after = state * decay[:, :, None] + u[..., None] * k[:, :, None]
             state = jnp.where((x < accepted_S)[:, None, None, None], after, state)
     with jax.named_scope("window"):
@@ -95,8 +94,3 @@ def kda_commit_paged(
         place_SK = accepted_S[:, None] + jnp.arange(kept, dtype=jnp.int32)[None]
         window = seen[jnp.arange(num_rows, dtype=jnp.int32)[:, None], place_SK]
     return write_states(pool_ZPWE, target_S, window, state, position=position)
-
-
-def _normalise(k: Float[Array, "S N D"]) -> Float32[Array, "S N D"]:
-    k = k.astype(jnp.float32)
-    return k * jax.lax.rsqrt(jnp.sum(k * k, axis=-1, keepdims=True) + 1e-6)

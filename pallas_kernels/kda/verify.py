@@ -10,32 +10,24 @@ the same arithmetic,
 so that a rejected token leaves no trace. Dims: `X` token slots of a row, `K` taps.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt16
 
 from pallas_kernels.checks import bind_dims, check_activations, check_dtypes, wrong
-from pallas_kernels.dispatch import Op, passed_over_always, run
-from pallas_kernels.kda import composed_verify, mosaic_commit, mosaic_verify
+from pallas_kernels.dispatch import Op, run
+from pallas_kernels.kda import composed_verify, mosaic_commit, mosaic_verify, xla_verify
 from pallas_kernels.kda.paged import check_layer
 from pallas_kernels.kda.records import KdaRecords
 
 MAX_SLOTS = 8
 
-
-_UNPROVEN = {"mosaic": passed_over_always("it was not timed against xla")}
-
 KDA_VERIFY_PAGED = Op(
     name="kda_verify_paged",
     implementations={
-        "reference": functools.partial(
-            composed_verify.kda_verify_paged, implementation="reference"
-        ),
-        "xla": functools.partial(composed_verify.kda_verify_paged, implementation="xla"),
+        "reference": composed_verify.kda_verify_paged,
+        "xla": xla_verify.kda_verify_paged,
         "mosaic": mosaic_verify.kda_verify_paged,
     },
-    unproven=_UNPROVEN,
 )
 KDA_COMMIT_PAGED = Op(
     name="kda_commit_paged",
@@ -44,7 +36,6 @@ KDA_COMMIT_PAGED = Op(
         "xla": composed_verify.kda_commit_paged,
         "mosaic": mosaic_commit.kda_commit_paged,
     },
-    unproven=_UNPROVEN,
 )
 
 

@@ -67,8 +67,8 @@ def kda_prefill(
         return jnp.moveaxis(to_blocks(x, blocks), 1, 2)
 
     with jax.named_scope("chunks"):
-        q_BnNTbDk = chunks(_normalise(q_TNDk) * q_TNDk.shape[-1] ** -0.5)
-        k_BnNTbDk = chunks(_normalise(k_TNDk))
+        q_BnNTbDk = chunks(normalise(q_TNDk) * q_TNDk.shape[-1] ** -0.5)
+        k_BnNTbDk = chunks(normalise(k_TNDk))
         v_BnNTbDv = chunks(v_TNDv.astype(jnp.float32))
         g_BnNTbDk = chunks(kda_gate(f_TNDk, A_log_N, dt_bias_NDk, lower_bound))
         beta_BnNTb1 = chunks(sigmoid_f32(b_TN))[..., None]
@@ -135,8 +135,8 @@ def kda_decode(
     lower_bound: float | None,
 ) -> tuple[Float[Array, "S N Dv"], Float32[Array, "S N Dv Dk"]]:
     """See `api.kda_decode`."""
-    q_f32 = _normalise(q_SNDk) * q_SNDk.shape[-1] ** -0.5
-    k_f32 = _normalise(k_SNDk)
+    q_f32 = normalise(q_SNDk) * q_SNDk.shape[-1] ** -0.5
+    k_f32 = normalise(k_SNDk)
     decay_SNDk = jnp.exp(kda_gate(f_SNDk, A_log_N, dt_bias_NDk, lower_bound))
     state_SNDvDk = state_SNDvDk * decay_SNDk[:, :, None, :]
     error_SNDv = v_SNDv.astype(jnp.float32) - contract("snvk,snk->snv", state_SNDvDk, k_f32)
@@ -145,7 +145,7 @@ def kda_decode(
     return round_to(contract("snvk,snk->snv", state_SNDvDk, q_f32), q_SNDk.dtype), state_SNDvDk
 
 
-def _normalise(x: Float[Array, "*lead D"]) -> Float32[Array, "*lead D"]:
+def normalise(x: Float[Array, "*lead D"]) -> Float32[Array, "*lead D"]:
     """L2-normalise the last axis in float32; the epsilon is added to the SUM of squares."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
