@@ -73,7 +73,7 @@ def main() -> int:
     failed = False
     print(HEADER)
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(args.jobs) as pool:
-        for lines in pool.map(lambda case: _run(case, "--lock", lock.name), chosen):
+        for lines in pool.map(lambda case: _run(case, args.jobs, "--lock", lock.name), chosen):
             failed |= any("failure" in line for line in lines)
             print(_rows(lines), flush=True)
             if args.json is not None:
@@ -93,12 +93,17 @@ def _locked(path: Path | None) -> Iterator[None]:
         yield
 
 
-def _run(case: Case, *options: str) -> list[dict[str, Any]]:
-    """Run a case and its peers; a line for what failed or ran out of time."""
-    lines = _process(case, case.implementations, *options)
+def _run(case: Case, jobs: int, *options: str) -> list[dict[str, Any]]:
+    """Run a case and its peers; a line for what failed or ran out of time.
+
+    Args:
+      jobs: processes that may wait for each other, each for as long as a case may take.
+    """
+    limit_s = case.limit_s * jobs
+    lines = _process(case, case.implementations, limit_s, *options)
     floor_us = next((line["floor_us"] for line in lines if "floor_us" in line), None)
     for peer in case.peers:
-        lines += _process(case, (peer,), *options, "--peer", peer)
+        lines += _process(case, (peer,), limit_s, *options, "--peer", peer)
         if "us" in lines[-1] and floor_us is not None:
             lines[-1] |= {"floor_us": floor_us, "times_floor": lines[-1]["us"] / floor_us}
     times = {line["implementation"]: line.get("us") for line in lines}
@@ -108,15 +113,17 @@ def _run(case: Case, *options: str) -> list[dict[str, Any]]:
     return lines
 
 
-def _process(case: Case, expected: tuple[str, ...], *options: str) -> list[dict[str, Any]]:
+def _process(
+    case: Case, expected: tuple[str, ...], limit_s: float, *options: str
+) -> list[dict[str, Any]]:
     """Run implementations of a case in a process of its own; one line for each."""
     command = [sys.executable, __file__, "--case", case.name, *options]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=case.limit_s)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         output, failure = ended.stdout, ended.stderr[-500:] if ended.returncode else ""
     except subprocess.TimeoutExpired as expired:
         output = (expired.stdout or b"").decode()
-        failure = f"no result within {case.limit_s:.0f} s"
+        failure = f"no result within {limit_s:.0f} s"
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     done = {line["implementation"] for line in lines}
     for implementation in expected:
