@@ -8,7 +8,9 @@ step programs. Every configuration runs on the same weights and the same cache, 
 * `kernels+pdl`: the same, with programmatic dependent launch (PDL);
 
 each with command buffers, which replay a step as a CUDA graph (`captured`), and without
-(`launched`). Logits of decode steps are compared with those of `xla` before anything is timed.
+(`launched`). Logits of decode steps are compared with those of `xla` before anything is timed. For
+that the routers get large biases: a random router has near ties, and one expert for another makes
+logits jump.
 
     python scripts/bench_step.py --json step.jsonl          on a GPU, about two minutes
     JAX_PLATFORMS=cpu python scripts/bench_step.py --smoke  tiny sizes, anywhere
@@ -46,6 +48,7 @@ from pallas_kernels.settings import KernelSettings  # noqa: E402
 from sharding.axes import ParallelConfig  # noqa: E402
 from sharding.mesh import make_mesh  # noqa: E402
 
+Params = Mapping[str, Mapping[str, Any]]
 KERNELS: Mapping[str, KernelSettings] = {
     "xla": KernelSettings(implementation="xla"),
     "kernels": KernelSettings(),
@@ -61,6 +64,7 @@ GRAPHS: Mapping[str, Mapping[str, Any]] = {
         "xla_gpu_enable_pdl_launch": True,
     },
 }
+_ROUTER_BIAS = 3.0  # standard deviation; scores are in 0 to 1
 _LEAST_AGREEING = 0.9  # share of rows whose best id is that of XLA; random weights have near ties
 _MOST_ERROR = 0.05  # relative to the norm of the logits
 
@@ -108,6 +112,10 @@ class Bench:
 
     def __init__(self, truncation: steps.Truncation, sizes: groups.Sizes):
         self._truncation, self._sizes = truncation, sizes
+        moe = truncation.params["moe"]
+        bias = _ROUTER_BIAS * np.random.default_rng(0).standard_normal(moe["router_bias"].shape)
+        biased = jax.device_put(bias.astype(np.float32), moe["router_bias"].sharding)
+        self._decided = {**truncation.params, "moe": {**moe, "router_bias": biased}}
         self._pool, self._buffers = initial_state(truncation.program, truncation.mesh)
 
     def lines(self, bucket: Bucket) -> Iterator[dict[str, Any]]:
@@ -131,7 +139,7 @@ class Bench:
                     line |= _compare(logits, reference)
                 self._refill()
                 seconds = sample(
-                    lambda step=step: self._call(step, bucket),
+                    lambda step=step: self._call(step, bucket, self._truncation.params),
                     target_s=self._sizes.step_s, most=self._sizes.most_samples,
                 )  # fmt: skip
                 line |= {"ms": statistics.median(seconds) * 1e3, "ms_min": min(seconds) * 1e3}
@@ -159,17 +167,15 @@ class Bench:
     def _scores(self, step: jax.stages.Compiled, bucket: Bucket) -> np.ndarray:
         """Logits `[T, V]` of the step on a fresh pool."""
         self._refill()
-        return np.asarray(self._call(step, bucket))[0]
+        return np.asarray(self._call(step, bucket, self._decided))[0]
 
     def _refill(self) -> None:
         self._pool = None  # its memory is free for the new one
         self._pool = steps.random_pool(self._truncation.program, self._truncation.mesh)
 
-    def _call(self, step: jax.stages.Compiled, bucket: Bucket) -> jax.Array:
+    def _call(self, step: jax.stages.Compiled, bucket: Bucket, params: Params) -> jax.Array:
         packed = steps.packed_inputs(self._truncation.program, bucket, self._sizes)
-        self._pool, self._buffers, result = step(
-            self._truncation.params, self._pool, self._buffers, packed
-        )
+        self._pool, self._buffers, result = step(params, self._pool, self._buffers, packed)
         return result
 
 
