@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import PackedWeight, dequantize, moe_experts, xla
-from pallas_kernels.moe.api import MOE_EXPERTS
+from pallas_kernels.moe import PackedWeight, dequantize, moe_experts, schedule, xla
 from pallas_kernels.situ import situ_glu
 from tests.numerics.support import (
     BF16,
     F32,
-    each_implementation,
     golden,
     relative_error,
     unchecked_annotations,
@@ -21,10 +19,19 @@ from tests.numerics.support import (
 
 Z, E, F, L, A, LAYER = 3, 5, 64, 32, 2, 1
 ACTIVATION = functools.partial(situ_glu, beta=4.0, linear_beta=25.0)
-experts = jax.jit(
-    functools.partial(moe_experts, layer=LAYER, activation=ACTIVATION),
-    static_argnames="implementation",
-)
+EACH_FORM = pytest.mark.parametrize("implementation", ["reference", "xla", "tiles"])
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def experts(z, ids, weights, w13, w2, *, first_expert, implementation=None):
+    """Also by tiles: XLA's form takes them for larger experts."""
+    if implementation == "tiles":
+        local = schedule.local_experts(ids, first_expert, w2.shape[1])
+        return xla.by_tiles(z, local, weights, w13, w2, LAYER, ACTIVATION)
+    return moe_experts(
+        z, ids, weights, w13, w2, layer=LAYER, first_expert=first_expert, activation=ACTIVATION,
+        implementation=implementation,
+    )  # fmt: skip
 
 
 def _weights(dtype=jnp.float32):
@@ -71,7 +78,7 @@ def _float64(z, ids, weights, w13, w2, first_expert=0):
     return y
 
 
-@each_implementation(MOE_EXPERTS)
+@EACH_FORM
 @pytest.mark.parametrize("num_tokens", [1, 37, 600])  # the last one takes the large tiles
 def test_experts_equal_the_dense_computation(implementation, num_tokens):
     tokens, weights = _tokens(num_tokens), _weights()
@@ -80,7 +87,7 @@ def test_experts_equal_the_dense_computation(implementation, num_tokens):
     assert relative_error(y, _float64(*tokens, *weights)) < F32
 
 
-@each_implementation(MOE_EXPERTS)
+@EACH_FORM
 def test_packed_weights_equal_the_same_dense_weights(implementation):
     tokens, packed = _tokens(37), _packed()
     dense = [dequantize(*weight, jnp.float32) for weight in packed]
@@ -89,7 +96,7 @@ def test_packed_weights_equal_the_same_dense_weights(implementation):
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
 
 
-@each_implementation(MOE_EXPERTS)
+@EACH_FORM
 def test_parts_of_the_experts_add_up(implementation):
     tokens, (w13, w2) = _tokens(37), _weights()
     whole = experts(*tokens, w13, w2, first_expert=0, implementation=implementation)
@@ -103,7 +110,7 @@ def test_parts_of_the_experts_add_up(implementation):
     assert relative_error(total, whole) < F32
 
 
-@each_implementation(MOE_EXPERTS)
+@EACH_FORM
 def test_padding_of_any_content_has_no_effect(implementation):  # KF-K06
     z, ids, mix = _tokens(40)
     weights = _weights()
@@ -120,7 +127,7 @@ def test_padding_of_any_content_has_no_effect(implementation):  # KF-K06
     assert not np.any(np.asarray(y[:10]))
 
 
-@each_implementation(MOE_EXPERTS)
+@EACH_FORM
 @pytest.mark.parametrize("num_tokens", [90, 600])
 def test_one_expert_for_all_drops_nothing(implementation, num_tokens):  # KF-M04
     z, ids, mix = _tokens(num_tokens)
@@ -129,7 +136,7 @@ def test_one_expert_for_all_drops_nothing(implementation, num_tokens):  # KF-M04
     assert relative_error(y, _float64(z, ids, mix, *weights)) < F32
 
 
-@each_implementation(MOE_EXPERTS)
+@EACH_FORM
 def test_a_token_does_not_see_its_batch_mates(implementation):
     z, ids, mix = _tokens(40)
     weights = _weights()
@@ -140,7 +147,7 @@ def test_a_token_does_not_see_its_batch_mates(implementation):
     np.testing.assert_array_equal(other_y[5], y[5])
 
 
-@each_implementation(MOE_EXPERTS)
+@EACH_FORM
 def test_a_nan_token_leaves_the_others_alone(implementation):
     z, ids, mix = _tokens(40)
     weights, settings = _weights(), {"first_expert": 0, "implementation": implementation}
@@ -152,13 +159,14 @@ def test_a_nan_token_leaves_the_others_alone(implementation):
 
 def test_tile_size_does_not_show(monkeypatch):
     tokens, weights = _tokens(40), _weights()
-    arguments = {"layer": LAYER, "first_expert": 0, "activation": ACTIVATION}
-    want = moe_experts(*tokens, *weights, **arguments)
+    want = experts(*tokens, *weights, first_expert=0, implementation="tiles")
     monkeypatch.setattr(xla, "SMALL_TILE", 3)
-    assert relative_error(moe_experts(*tokens, *weights, **arguments), want) < 1e-6
+    with jax.disable_jit():
+        got = experts(*tokens, *weights, first_expert=0, implementation="tiles")
+    assert relative_error(got, want) < 1e-6
 
 
-@each_implementation(MOE_EXPERTS)
+@EACH_FORM
 def test_bfloat16_activates_and_sums_in_float32(implementation):
     tokens, weights = _tokens(37, dtype=jnp.bfloat16), _weights(jnp.bfloat16)
     y = experts(*tokens, *weights, first_expert=0, implementation=implementation)
