@@ -85,7 +85,7 @@ def _plot(cases: Cases, path: Path) -> None:
     for panel, (op, shapes) in zip(panels, cases.items(), strict=True):
         for place, row in enumerate(shapes.values()):
             for name, (color, marker) in markers.items():
-                if "us" in row.get(name, {}):  # else it failed
+                if {"us", "floor_us"} <= row.get(name, {}).keys():  # else it or the floor failed
                     times = row[name]["us"] / row[name]["floor_us"]
                     labelled[name] = panel.scatter(times, place, s=18, c=color, marker=marker)
         panel.axvline(1, color="black", linewidth=0.8)
