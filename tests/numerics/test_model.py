@@ -21,7 +21,11 @@ def tokens_of(length: int, vocab_size: int, seed: int = 3) -> np.ndarray:
 # Blocks that end short, that divide the layers exactly, and plain residual adds (KF-M05).
 @pytest.mark.parametrize(
     ("num_layers", "block", "mla_layers"),
-    [(5, 2, [3, 5]), (7, 3, [4, 6, 7]), (4, 2, [2, 4])],
+    [
+        pytest.param(5, 2, [3, 5], marks=pytest.mark.slow),  # that of test_independence, too
+        (7, 3, [4, 6, 7]),
+        (4, 2, [2, 4]),
+    ],
 )
 def test_attention_residual_banks_equal_keeping_everything(
     num_layers: int, block: int, mla_layers: list[int]

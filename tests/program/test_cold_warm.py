@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3jax.buckets import Bucket
 from k3jax.cache_spec import cache_spec
 from k3jax.config import EngineConfig
 from k3jax.inputs import EXPORT_TOKENS
@@ -31,17 +30,28 @@ from serving.scheduler import make_limits
 from serving.scheduler.state import preempt
 from tests import tiny
 from tests.fakes import SchedulerDriver, group_of_one
-from tests.models import Row, StepExecutor, open_model, program_of, relative_error, run_rows
+from tests.models import (
+    ALONE,
+    BATCH,
+    DECODE,
+    SHARED_PAGE_TOKENS,
+    SHARED_PAGES,
+    Row,
+    StepExecutor,
+    open_model,
+    program_of,
+    relative_error,
+    run_rows,
+)
 
 CFG = tiny.tiny_config()
 UNIT = 8
 CHUNK = 128
 MAX_TOKENS = 160
-NUM_PAGES = 40
+NUM_PAGES = SHARED_PAGES
 TOLERANCE = 2e-5  # float32 sums in another order
 NAN_WORD = 0xFFFF  # a NaN in bfloat16, and in both halves of a float32
-BUCKETS = (Bucket("prefill", CHUNK, 3, 4), Bucket("decode", 4, 4, 4))
-COLD_BUCKET = Bucket("prefill", MAX_TOKENS, 1, 4)
+BUCKETS = (BATCH, DECODE)
 BASE = np.random.default_rng(7).integers(0, CFG.vocab_size, MAX_TOKENS)
 
 
@@ -51,7 +61,7 @@ def geometry() -> PageGeometry:
     return align(cache_spec(CFG, tp=1, dtype="float32"), unit_tokens=UNIT, kernel_tokens=8)
 
 
-PAGE = 40
+PAGE = SHARED_PAGE_TOKENS
 POLICY = CachePolicy(
     unit_tokens=UNIT,
     keep_answer_end=True,
@@ -71,7 +81,7 @@ POLICIES = {
 def model() -> PagedModel:
     assert geometry().page_tokens == PAGE
     program = program_of(CFG, page_tokens=PAGE, num_pages=NUM_PAGES)
-    return open_model(program, [*BUCKETS, COLD_BUCKET])
+    return open_model(program, [*BUCKETS, ALONE])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -85,7 +95,7 @@ def cold(tokens: tuple[int, ...]) -> np.ndarray:
     states = tuple(range(5, 5 + geometry().num_state_pages))
     row = Row(np.array(tokens, np.int32), attention=(1, 2, 3, 4), states=states)
     model().pool = jnp.zeros_like(model().pool)
-    (logits,) = run_rows(model(), COLD_BUCKET, [(row, 0, len(tokens))])
+    (logits,) = run_rows(model(), ALONE, [(row, 0, len(tokens))])
     return logits
 
 
@@ -201,7 +211,10 @@ EDGES = sorted(
 )
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    ["server", "pages", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "dense"))],
+)
 def test_kf_c10_every_prefix_length_around_an_edge(name: str) -> None:
     server = Server(POLICIES[name])
     for shared in EDGES:

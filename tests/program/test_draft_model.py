@@ -31,6 +31,8 @@ DRAFTS = {
     "gqa": SMALL_GQA,
 }
 LENGTHS = (1, 39, 41, 64, 65)
+# Also those of `test_partial_acceptance`, which then finds their programs in the cache.
+PREFILL, VERIFY = Bucket("prefill", 155, 4, 3), Bucket("decode", 4 * (1 + NUM_DRAFTS), 4, 3)
 
 
 @functools.cache
@@ -105,15 +107,14 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mla", "gqa", pytest.param("mla-mixture", marks=pytest.mark.slow)]
+    "name", ["mla", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gqa", "mla-mixture"))]
 )
 def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name: str) -> None:
     draft, page_tokens = draft_config(name), geometry(name, 1).page_tokens
     program = program_of(
-        CFG, page_tokens=page_tokens, num_pages=8, draft=draft, num_drafts=NUM_DRAFTS
+        CFG, page_tokens=page_tokens, num_pages=30, draft=draft, num_drafts=NUM_DRAFTS
     )
-    prefill, decode = Bucket("prefill", 64, 1, 3), Bucket("decode", 1 + NUM_DRAFTS, 1, 3)
-    paged = open_model(program, [prefill, decode], make_step=serving_step)
+    paged = open_model(program, [PREFILL, VERIFY], make_step=serving_step)
     params = tiny.program_params(program)
     target = {part: leaves for part, leaves in params.items() if "/" not in part}
     own = {part.removeprefix("draft/"): leaves for part, leaves in params.items() if "/" in part}
@@ -142,7 +143,7 @@ def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name:
         return np.asarray(paged._buffers.tokens)[0].tolist()
 
     first = Row(tokens, (1, 2, 3), states).plan(0, len(tokens))
-    start_plans(paged, prefill, [first])
+    start_plans(paged, PREFILL, [first])
     assert held() == wanted(tokens)
     # The target takes none, or some, of drafts that the host names.
     anchor = held()[0]
@@ -154,7 +155,7 @@ def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name:
         drafts = [*right[1:], *[1] * (NUM_DRAFTS - num_right)]
         tried = np.array([*tokens, anchor, *drafts], np.int32)
         plan = Row(tried, (1, 2, 3), states).plan(len(tokens), len(tried))
-        start_plans(paged, decode, [plan._replace(num_drafts=NUM_DRAFTS)])
+        start_plans(paged, VERIFY, [plan._replace(num_drafts=NUM_DRAFTS)])
         tokens = np.array([*tokens, *right], np.int32)
         assert held() == wanted(tokens)
         anchor = held()[0]

@@ -83,8 +83,8 @@ def expected(packed: bool) -> dict[int, np.ndarray]:
 @pytest.mark.parametrize(
     ("packed", "placing", "mesh"),
     [
-        (True, [[0, 1]], {"tp": 8, "tail": "columns"}),
-        (False, [[0, 2], []], {"dp": 2, "tp": 4, "dispatch": "all_to_all"}),
+        pytest.param(True, [[0, 1]], {"tp": 8, "tail": "columns"}, marks=pytest.mark.slow),
+        (False, [[0, 2], []], {"dp": 2, "tp": 4, "dispatch": "all_to_all", "tail": "columns"}),
         pytest.param(
             False,
             [[2], [], [1], [], [], [], [0], []],
