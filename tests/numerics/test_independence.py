@@ -79,7 +79,7 @@ def test_batched_prefill_equals_each_row_alone() -> None:
         assert relative_error(got, prefill_alone(tokens)) <= TOLERANCE
 
 
-def test_prefill_equals_the_uncompiled_oracle() -> None:
+def test_kf_m09_prefill_equals_the_uncompiled_oracle() -> None:
     tokens = sequences()[3]
     want, _ = oracle.forward(CFG, tiny.random_params(CFG), tokens)
     assert relative_error(prefill_alone(tokens), want) <= 1e-4
@@ -144,7 +144,7 @@ def test_kf_m09_decode_in_a_full_bucket_equals_decode_alone() -> None:
         assert relative_error(logits, want[start : start + 1]) <= TOLERANCE
 
 
-def test_a_partly_filled_decode_bucket_leaves_other_pages_alone() -> None:
+def test_kf_c17_a_partly_filled_decode_bucket_leaves_other_pages_alone() -> None:
     tokens = sequences()[3]
     row = row_of(3, tokens)
     clear(row)

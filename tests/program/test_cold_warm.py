@@ -244,6 +244,17 @@ def test_hits_and_misses_in_one_batch() -> None:
     assert server.outputs["r3"][-1].cached_tokens == 80
 
 
+def test_kf_c19_a_turn_that_parts_inside_a_page_and_then_the_first_one_again() -> None:
+    server = Server(POLICY)
+    for tokens in (prompt(100, 0, 0), prompt(70, 30, 1), prompt(100, 0, 0)):
+        server.ask(tokens)
+        server.finish()
+    server.check_logits()
+    parted, again = (server.outputs[name][-1].cached_tokens for name in ("r1", "r2"))
+    assert parted <= 70
+    assert again == 99 // UNIT * UNIT
+
+
 REQUESTS = st.tuples(
     st.sampled_from(EDGES), st.sampled_from([0, 0, 1, 5, 17]), st.integers(0, 2), st.integers(1, 12)
 )
@@ -307,7 +318,7 @@ def _is_done(outputs: list[Output]) -> bool:
 
 
 @pytest.mark.parametrize("length", [65, 68, 72])
-def test_a_state_exported_from_inside_a_chunk_is_resumed(length: int) -> None:
+def test_kf_c07_a_state_kept_inside_a_chunk_is_that_of_its_position(length: int) -> None:
     server = Server(POLICY)
     tokens = prompt(0, length, length)
     server.ask(tokens)

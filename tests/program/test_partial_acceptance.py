@@ -168,7 +168,7 @@ def verify(taken: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("first", range(1 + NUM_DRAFTS))
-def test_partly_taken_drafts_leave_what_decoding_leaves(first: int) -> None:
+def test_kf_s02_partly_taken_drafts_leave_what_decoding_leaves(first: int) -> None:
     """Row `i` takes `first + i` drafts, modulo one more than there are, and then one more."""
     pools, _ = decoded()
     model().pool = jax.device_put(pools[0], model().pool.sharding)

@@ -115,7 +115,7 @@ def mixed(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
     "propose",
     [right, mixed, *(pytest.param(one, marks=pytest.mark.slow) for one in (wrong, ngram.propose))],
 )
-def test_greedy_tokens_are_those_without_drafts(
+def test_kf_s03_greedy_tokens_are_those_without_drafts_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch, propose: Propose
 ) -> None:
     wanted = [plain(index) for index in range(len(LENGTHS))]
