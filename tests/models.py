@@ -28,6 +28,14 @@ from sharding.mesh import make_mesh
 from tests import tiny
 from tests.fakes import group_of_one
 
+# Scoring steps of `tiny.tiny_config()` that several files use: whoever comes second finds the
+# compiled programs in the cache.
+SHARED_PAGES = 40  # of `SHARED_PAGE_TOKENS` each
+SHARED_PAGE_TOKENS = 40
+BATCH = Bucket("prefill", 128, 4, 4)
+ALONE = Bucket("prefill", 160, 1, 4)
+DECODE = Bucket("decode", 4, 4, 4)
+
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1)
 
 

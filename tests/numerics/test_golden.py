@@ -21,7 +21,7 @@ MESHES = [(name, 1, "ep") for name in TOLERANCE] + [
 ]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def scorer(name: str, tp: int, experts: str) -> Scorer:
     loaded = load_golden(name, tp=tp, experts=experts)
     return Scorer(loaded, max_tokens=LONGEST, max_step_tokens=LONGEST, with_decode=True)

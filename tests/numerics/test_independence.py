@@ -15,13 +15,21 @@ import pytest
 from k3jax.buckets import Bucket
 from k3jax.paged_model import PagedModel
 from tests import oracle, tiny
-from tests.models import Row, open_model, program_of, relative_error, run_rows
+from tests.models import (
+    ALONE,
+    BATCH,
+    DECODE,
+    SHARED_PAGE_TOKENS,
+    SHARED_PAGES,
+    Row,
+    open_model,
+    program_of,
+    relative_error,
+    run_rows,
+)
 
-PAGE = 40
-BATCH = Bucket("prefill", 128, 4, 2)
-SMALL = Bucket("prefill", 48, 1, 3)
-DECODE_4 = Bucket("decode", 4, 4, 2)
-DECODE_1 = Bucket("decode", 1, 1, 3)
+PAGE = SHARED_PAGE_TOKENS
+DECODE_1 = Bucket("decode", 1, 1, 4)
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1)
 TOLERANCE = 1e-5  # float32 rounding of sums of another order
 NAN_WORD = 0xFFFF  # a NaN in bfloat16, and in both halves of a float32
@@ -31,8 +39,8 @@ CFG = tiny.tiny_config()
 
 @functools.cache
 def model() -> PagedModel:
-    program = program_of(CFG, page_tokens=PAGE, num_pages=20)
-    return open_model(program, [BATCH, SMALL, DECODE_4, DECODE_1])
+    program = program_of(CFG, page_tokens=PAGE, num_pages=SHARED_PAGES)
+    return open_model(program, [BATCH, ALONE, DECODE, DECODE_1])
 
 
 @functools.cache
@@ -52,7 +60,7 @@ def clear(*rows: Row) -> None:
     model().clear([[page for row in rows for page in (*row.attention, *row.states)]])
 
 
-def prefill_alone(tokens: np.ndarray, *, bucket: Bucket = SMALL) -> np.ndarray:
+def prefill_alone(tokens: np.ndarray, *, bucket: Bucket = ALONE) -> np.ndarray:
     row = row_of(0, tokens)
     clear(row)
     return run_rows(model(), bucket, [(row, 0, len(tokens))])[0]
@@ -71,7 +79,7 @@ def test_batched_prefill_equals_each_row_alone() -> None:
         assert relative_error(got, prefill_alone(tokens)) <= TOLERANCE
 
 
-def test_prefill_equals_the_uncompiled_oracle() -> None:
+def test_kf_m09_prefill_equals_the_uncompiled_oracle() -> None:
     tokens = sequences()[3]
     want, _ = oracle.forward(CFG, tiny.random_params(CFG), tokens)
     assert relative_error(prefill_alone(tokens), want) <= 1e-4
@@ -91,7 +99,7 @@ def test_page_numbers_do_not_matter() -> None:
     tokens = sequences()[3]
     row = row_of(0, tokens, pages=(17, 3, 19, 8))
     clear(row)
-    (got,) = run_rows(model(), SMALL, [(row, 0, len(tokens))])
+    (got,) = run_rows(model(), ALONE, [(row, 0, len(tokens))])
     np.testing.assert_array_equal(got, prefill_alone(tokens))
 
 
@@ -107,7 +115,7 @@ def test_kf_m07_any_chunking_equals_one_shot(pieces: list[int]) -> None:
     ends = np.cumsum(pieces).tolist()
     assert ends[-1] == len(tokens)
     got = [
-        run_rows(model(), SMALL, [(row, start, end)])[0]
+        run_rows(model(), ALONE, [(row, start, end)])[0]
         for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
     assert relative_error(np.concatenate(got), prefill_alone(tokens)) <= TOLERANCE
@@ -117,7 +125,7 @@ def test_kf_k08_decode_continues_what_prefill_wrote() -> None:
     tokens = sequences()[3]
     row = row_of(2, tokens)
     clear(row)
-    got = list(run_rows(model(), SMALL, [(row, 0, 20)]))
+    got = list(run_rows(model(), ALONE, [(row, 0, 20)]))
     got += [run_rows(model(), DECODE_1, [(row, t, t + 1)])[0] for t in range(20, len(tokens))]
     assert relative_error(np.concatenate(got), prefill_alone(tokens)) <= TOLERANCE
 
@@ -128,21 +136,21 @@ def test_kf_m09_decode_in_a_full_bucket_equals_decode_alone() -> None:
     starts = (20, 3, 40, 11)
     clear(*rows)
     for row, start in zip(rows, starts, strict=True):
-        run_rows(model(), SMALL, [(row, 0, start)])
+        run_rows(model(), ALONE, [(row, 0, start)])
     batch = [(row, start, start + 1) for row, start in zip(rows, starts, strict=True)]
-    got = run_rows(model(), DECODE_4, batch)
+    got = run_rows(model(), DECODE, batch)
     want = prefill_alone(tokens)
     for start, logits in zip(starts, got, strict=True):
         assert relative_error(logits, want[start : start + 1]) <= TOLERANCE
 
 
-def test_a_partly_filled_decode_bucket_leaves_other_pages_alone() -> None:
+def test_kf_c17_a_partly_filled_decode_bucket_leaves_other_pages_alone() -> None:
     tokens = sequences()[3]
     row = row_of(3, tokens)
     clear(row)
-    run_rows(model(), SMALL, [(row, 0, 10)])
+    run_rows(model(), ALONE, [(row, 0, 10)])
     before = np.asarray(model().pool)
-    run_rows(model(), DECODE_4, [(row, 10, 11)])
+    run_rows(model(), DECODE, [(row, 10, 11)])
     after = np.asarray(model().pool)
     mine = [*row.attention, *row.states]
     others = [page for page in range(before.shape[2]) if page not in mine]
@@ -163,8 +171,8 @@ def test_kf_c01_decode_beside_pages_full_of_nan() -> None:
     poison_pool()
     row = row_of(1, tokens)
     clear(row)
-    run_rows(model(), SMALL, [(row, 0, 38)])
-    got = [run_rows(model(), DECODE_4, [(row, t, t + 1)])[0] for t in range(38, len(tokens))]
+    run_rows(model(), ALONE, [(row, 0, 38)])
+    got = [run_rows(model(), DECODE, [(row, t, t + 1)])[0] for t in range(38, len(tokens))]
     assert relative_error(np.concatenate(got), want[38:]) <= TOLERANCE
 
 
@@ -174,7 +182,7 @@ def test_kf_c02_a_new_request_starts_from_zero_state_even_on_a_dirty_page() -> N
     poison_pool()
     row = row_of(0, tokens)
     model().clear([row.attention])  # the state pages stay full of NaN
-    (got,) = run_rows(model(), SMALL, [(row, 0, len(tokens))])
+    (got,) = run_rows(model(), ALONE, [(row, 0, len(tokens))])
     np.testing.assert_array_equal(got, want)
 
 
@@ -188,12 +196,14 @@ def test_kf_c02_the_same_holds_for_a_first_token_in_the_decode_program() -> None
     assert relative_error(got, want) <= TOLERANCE
 
 
-def test_kf_m04_tied_router_scores_are_deterministic_and_batch_independent() -> None:
-    params = tiny.random_params(CFG)
+def test_kf_m04_tied_router_scores_are_deterministic_and_batch_independent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = {part: dict(leaves) for part, leaves in model()._params.items()}
     params["moe"]["router"] = jnp.zeros_like(params["moe"]["router"])
-    tied = open_model(model().program, [BATCH], params=params)
+    monkeypatch.setattr(model(), "_params", params)
     rows = [row_of(i, tokens) for i, tokens in enumerate(sequences())]
-    together = run_rows(tied, BATCH, [(row, 0, len(row.tokens)) for row in rows])
+    together = run_rows(model(), BATCH, [(row, 0, len(row.tokens)) for row in rows])
     for row, got in zip(rows, together, strict=True):
         want, _ = oracle.forward(CFG, params, row.tokens)
         assert relative_error(got, want) <= 1e-4

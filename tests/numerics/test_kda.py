@@ -129,7 +129,7 @@ def test_gate_matches_golden(case):
         (None, np.log(2), 100.0, -200.0),
     ],
 )
-def test_gate_is_bounded_sigmoid_or_softplus(bound, a_log, x, want):  # KF-K02
+def test_kf_k02_gate_is_bounded_sigmoid_or_softplus(bound, a_log, x, want):
     half = jnp.full((1, 1, 1), x / 2, jnp.float32)  # the other half comes as the bias
     g = kda_gate(half, jnp.asarray([a_log], jnp.float32), half[0], bound)
     assert relative_error(g, np.full((1, 1, 1), want)) < F32
@@ -137,7 +137,7 @@ def test_gate_is_bounded_sigmoid_or_softplus(bound, a_log, x, want):  # KF-K02
 
 @each_implementation(KDA_PREFILL)
 @pytest.mark.parametrize("pattern", ["all -5", "all -3", "uniform", "one channel at -5"])
-def test_bounded_gates_at_their_limit_match_float64(implementation, pattern):  # KF-K01
+def test_kf_k01_bounded_gates_at_their_limit_match_float64(implementation, pattern):
     inputs = _inputs(256)
     uniform = np.random.default_rng(0).uniform(1e-6, 1 - 1e-6, (256, N, DK))
     one = np.where(np.arange(DK) == 3, 100.0, -100.0) * np.ones((256, N, 1))
@@ -158,7 +158,7 @@ def test_bounded_gates_at_their_limit_match_float64(implementation, pattern):  #
 
 @each_implementation(KDA_PREFILL)
 @pytest.mark.parametrize("spread", [10.0, 1000.0])
-def test_unbounded_gates_of_any_strength_match_float64(implementation, spread):  # KF-K01
+def test_kf_k01_unbounded_gates_of_any_strength_match_float64(implementation, spread):
     inputs = _inputs(256)
     # Within one chunk some tokens forget everything and others almost nothing.
     inputs |= {"f": inputs["f"] * spread - 5.0, "A_log": jnp.zeros(N, jnp.float32)}
@@ -171,7 +171,7 @@ def test_unbounded_gates_of_any_strength_match_float64(implementation, spread): 
 
 @each_implementation(KDA_PREFILL)
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
-def test_parallel_keys_with_hardly_any_decay_match_float64(implementation, noise):  # KF-K03
+def test_kf_k03_parallel_keys_with_hardly_any_decay_match_float64(implementation, noise):
     inputs = _inputs(256)
     inputs |= {
         "k": inputs["k"][:1] + noise * inputs["k"],
@@ -188,7 +188,7 @@ def test_parallel_keys_with_hardly_any_decay_match_float64(implementation, noise
 
 
 @each_implementation(KDA_PREFILL)
-def test_packed_rows_equal_rows_alone(implementation):  # KF-K05
+def test_kf_k05_packed_rows_equal_rows_alone(implementation):
     rows = offsets(RAGGED_LENGTHS)
     inputs = _inputs(sum(RAGGED_LENGTHS), len(RAGGED_LENGTHS))
     o, state = prefill(*inputs.values(), rows, lower_bound=-5.0, implementation=implementation)
@@ -203,7 +203,7 @@ def test_packed_rows_equal_rows_alone(implementation):  # KF-K05
 
 
 @each_implementation(KDA_PREFILL)
-def test_padding_of_any_content_has_no_effect(implementation):  # KF-K06
+def test_kf_k06_padding_of_any_content_has_no_effect(implementation):
     inputs, rows = _inputs(64, 3), offsets((1, 0, 40))
     dirty = {
         name: value.at[41:].set(jnp.nan) if name in "qkvfb" else value
@@ -266,7 +266,7 @@ def test_the_past_does_not_see_the_future(implementation):
 
 
 @each_implementation(KDA_PREFILL)
-def test_prefill_continue_and_decode_equal_one_recurrence(implementation):  # KF-K08
+def test_kf_k08_prefill_continue_and_decode_equal_one_recurrence(implementation):
     inputs = _inputs(220)
     want_o, want_state = _float64(inputs, -5.0)
     settings = {"lower_bound": -5.0, "implementation": implementation}
@@ -343,7 +343,7 @@ def test_chunk_length_does_not_show(chunk):
 
 
 @each_implementation(KDA_PREFILL)
-def test_bfloat16_inputs_keep_state_and_arithmetic_in_float32(implementation):
+def test_kf_m08_bfloat16_inputs_keep_state_and_arithmetic_in_float32(implementation):
     inputs = _inputs(70, dtype=jnp.bfloat16)
     want_o, want_state = _float64(inputs, -5.0)
     o, state = prefill(

@@ -78,7 +78,7 @@ def _check_pages(run):
 
 
 @each_implementation(KDA_DECODE_PAGED)
-def test_only_target_pages_change(implementation):
+def test_kf_c03_rows_start_move_and_stay_on_pages_beside_nan(implementation):
     _check_pages(functools.partial(op, implementation=implementation))
 
 
@@ -88,7 +88,7 @@ def _launch(*arguments, position, **settings):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on a CPU")
-def test_the_kernel_changes_only_target_pages_and_has_no_race():
+def test_kf_c03_kernel_starts_and_continues_rows_without_races():
     settings = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
     _check_pages(functools.partial(_launch, interpret=settings))
     assert not gpu_callbacks.get_races().races_found
@@ -196,7 +196,7 @@ def test_the_kernel_matches_the_reference(implementation, case, rows, heads):
 
 @pytest.mark.gpu
 @each_kernel
-def test_the_kernel_on_a_gpu_changes_only_target_pages(implementation):
+def test_kf_c03_kernel_on_a_gpu_changes_only_target_pages(implementation):
     _check_pages(functools.partial(op, implementation=implementation))
 
 

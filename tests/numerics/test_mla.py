@@ -97,7 +97,7 @@ def test_write_is_in_place_when_the_pool_is_donated():
 
 @each_implementation(MLA_DECODE)
 @each_dtype
-def test_decode_matches_float64(implementation, dtype):  # KF-C01: unused slots and pages are NaN
+def test_kf_c01_decode_matches_float64_beside_slots_of_nan(implementation, dtype):
     contexts = (1, 7, 8, 9, 0, 37)
     pool, table, rows = _cache(contexts, dtype=dtype)
     q = _queries(len(contexts)).at[4].set(jnp.nan)  # a padding row
@@ -110,7 +110,7 @@ def test_decode_matches_float64(implementation, dtype):  # KF-C01: unused slots 
 
 @each_implementation(MLA_PREFILL)
 @each_dtype
-def test_prefill_matches_float64(implementation, dtype):  # KF-K05, KF-K06
+def test_kf_k05_packed_prefill_matches_float64(implementation, dtype):
     computed = (5, 0, 14, 8, 1, 0, 40)
     contexts = tuple(c + n for c, n in zip(computed, RAGGED_LENGTHS, strict=True))
     pool, table, rows = _cache(contexts, dtype=dtype)
@@ -154,6 +154,22 @@ def test_bfloat16_queries_stay_close_to_float64(implementation):
     assert relative_error(z, want) < BF16
 
 
+@pytest.mark.slow
+def test_kf_k04_pool_of_more_than_two_billion_words():
+    num_pages = 2**31 // (W * C) + 3
+    entries = to_words(_normal(np.random.default_rng(2), 5), "bfloat16")
+    last = jnp.full(5, num_pages - 1, jnp.int32)
+    write = jax.jit(mla_write, static_argnames="position", donate_argnums=0)
+    pool = jnp.zeros((1, num_pages, W, C), jnp.uint16)
+    pool = write(
+        pool, from_words(entries, "bfloat16"), last, jnp.arange(5, dtype=jnp.int32), position=0
+    )
+    q, settings = _queries(1), {**SETTINGS, "position": 0, "dtype": "bfloat16"}
+    z = decode(q, pool, last[None, :1], jnp.asarray([5], jnp.int32), **settings)
+    want = np.asarray(from_words(entries, "bfloat16"), np.float64)
+    assert relative_error(z[0], _float64(q[0], want)) < F32
+
+
 @pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_the_width_of_the_page_table_does_not_change_a_bit(step):
     contexts, settings = (3, 30), {**SETTINGS, "dtype": "float32"}
@@ -172,7 +188,7 @@ def test_the_width_of_the_page_table_does_not_change_a_bit(step):
 
 
 @each_implementation(MLA_DECODE)
-def test_order_and_place_of_the_visible_entries_do_not_matter(implementation):  # KF-M06
+def test_kf_m06_order_and_place_of_the_visible_entries_do_not_matter(implementation):
     pool, table, _ = _cache((4 * W,))
     settings = {**SETTINGS, "dtype": "float32", "implementation": implementation}
     context, q = jnp.asarray([4 * W], jnp.int32), _queries(1)
@@ -184,7 +200,7 @@ def test_order_and_place_of_the_visible_entries_do_not_matter(implementation):  
 
 
 @each_implementation(MLA_DECODE)
-def test_one_compiled_program_serves_any_rows_and_lengths(implementation):  # KF-K11
+def test_kf_k11_one_compiled_program_serves_any_rows_and_lengths(implementation):
     pool, table, rows = _cache((9, 30))
     settings = {**SETTINGS, "dtype": "float32", "implementation": implementation}
     program = jax.jit(lambda *a: mla_decode(*a, **settings))

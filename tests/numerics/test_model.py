@@ -18,18 +18,23 @@ def tokens_of(length: int, vocab_size: int, seed: int = 3) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
 
 
-# Blocks that end short, that divide the layers exactly, and plain residual adds (KF-M05).
+# Blocks that end short, and such that divide the layers exactly.
 @pytest.mark.parametrize(
     ("num_layers", "block", "mla_layers"),
-    [(5, 2, [3, 5]), (7, 3, [4, 6, 7]), (4, 2, [2, 4])],
+    [
+        pytest.param(5, 2, [3, 5], marks=pytest.mark.slow),  # that of test_independence, too
+        (7, 3, [4, 6, 7]),
+        (4, 2, [2, 4]),
+    ],
 )
-def test_attention_residual_banks_equal_keeping_everything(
+def test_kf_m05_attention_residual_banks_equal_keeping_everything(
     num_layers: int, block: int, mla_layers: list[int]
 ) -> None:
     kda_layers = [i for i in range(1, num_layers + 1) if i not in mla_layers]
     cfg = tiny.tiny_config(
         num_hidden_layers=num_layers,
         attn_res_block_size=block,
+        routed_scaling_factor=2.5,
         linear_attn_config={"full_attn_layers": mla_layers, "kda_layers": kda_layers},
     )
     params = tiny.random_params(cfg)

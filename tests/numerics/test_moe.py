@@ -111,7 +111,7 @@ def test_parts_of_the_experts_add_up(implementation):
 
 
 @EACH_FORM
-def test_padding_of_any_content_has_no_effect(implementation):  # KF-K06
+def test_kf_k06_padding_of_any_content_has_no_effect_on_experts(implementation):
     z, ids, mix = _tokens(40)
     weights = _weights()
     want = experts(z, ids, mix, *weights, first_expert=0, implementation=implementation)
@@ -129,7 +129,7 @@ def test_padding_of_any_content_has_no_effect(implementation):  # KF-K06
 
 @EACH_FORM
 @pytest.mark.parametrize("num_tokens", [90, 600])
-def test_one_expert_for_all_drops_nothing(implementation, num_tokens):  # KF-M04
+def test_kf_m04_one_expert_for_all_drops_nothing(implementation, num_tokens):
     z, ids, mix = _tokens(num_tokens)
     ids, weights = jnp.full_like(ids, 3), _weights()
     y = experts(z, ids, mix, *weights, first_expert=0, implementation=implementation)
@@ -195,7 +195,7 @@ def test_mxfp4_matches_golden_exactly():
         np.testing.assert_array_equal(narrow.astype(jnp.float32), got)
 
 
-def test_mxfp4_nibbles_and_scales():  # KF-L03
+def test_kf_l03_experts_read_nibbles_and_scales():
     def numbers(byte, scale):
         codes = jnp.full((16,), byte, jnp.uint8)
         return dequantize(codes, jnp.asarray([scale], jnp.uint8), jnp.float32)[:2].tolist()

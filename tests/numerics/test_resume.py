@@ -75,7 +75,7 @@ def cold() -> np.ndarray:
 @pytest.mark.parametrize(
     ("start", "position", "end"), [(0, 64, 149), (0, 128, 149), (40, 104, 149), (0, 64, 65)]
 )
-def test_a_second_request_resumes_inside_a_page_of_the_first(
+def test_kf_c06_pages_of_40_tokens_and_states_kept_every_64_are_told_apart(
     start: int, position: int, end: int
 ) -> None:
     want = cold()

@@ -34,7 +34,7 @@ def test_route_matches_golden(implementation, case):
 
 
 @each_implementation(ROUTE)
-def test_bias_chooses_and_nothing_else(implementation):  # KF-M03
+def test_kf_m03_bias_chooses_and_nothing_else(implementation):
     logits, bias = jnp.zeros((3, 4), jnp.float32), jnp.asarray([0, 0, 0.1, 0.1], jnp.float32)
     ids, weights = route(logits, bias, top_k=2, **PLAIN, implementation=implementation)
     np.testing.assert_array_equal(ids, [[2, 3]] * 3)
@@ -70,7 +70,7 @@ def test_a_single_expert_keeps_its_score(implementation):
 
 
 @each_implementation(ROUTE)
-def test_selection_agrees_with_float64_at_full_size(implementation):  # KF-M01
+def test_kf_m01_selection_agrees_with_float64_at_full_size(implementation):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4096, 896)).astype(np.float32)
     bias = rng.normal(size=896).astype(np.float32) * 0.1
@@ -99,7 +99,7 @@ def test_counts_that_do_not_fit_are_named(counts, message):
         route(jnp.zeros((2, 8), jnp.float32), jnp.zeros(8, jnp.float32), **counts, **PLAIN)
 
 
-def test_logits_below_float32_are_refused():
+def test_kf_m01_logits_below_float32_are_refused():
     logits = jnp.zeros((2, 8), jnp.bfloat16)
     with pytest.raises((TypeError, ValueError)):
         route(logits, jnp.zeros(8, jnp.float32), top_k=2, **PLAIN)

@@ -48,7 +48,7 @@ def test_conv_matches_golden(implementation):
 
 @each_implementation(SHORT_CONV)
 @pytest.mark.parametrize("taps", [2, 4])
-def test_packed_rows_equal_rows_alone(implementation, taps):  # KF-K05
+def test_kf_k05_packed_windows_equal_windows_alone(implementation, taps):
     x, weight, history = _inputs(RAGGED_LENGTHS, taps=taps)
     rows = offsets(RAGGED_LENGTHS)
     y, new = conv(x, weight, history, rows, implementation=implementation)
@@ -62,7 +62,7 @@ def test_packed_rows_equal_rows_alone(implementation, taps):  # KF-K05
 
 
 @each_implementation(SHORT_CONV)
-def test_padding_of_any_content_has_no_effect(implementation):  # KF-K06
+def test_kf_k06_padding_of_any_content_has_no_effect_on_windows(implementation):
     x, weight, history = _inputs((2, 0, 39), slack=23)
     rows = offsets((2, 0, 39))
     y, new = conv(x.at[41:].set(jnp.nan), weight, history, rows, implementation=implementation)
@@ -73,7 +73,7 @@ def test_padding_of_any_content_has_no_effect(implementation):  # KF-K06
 
 
 @each_implementation(SHORT_CONV)
-def test_chunks_shorter_than_the_window_carry_it_on(implementation):  # KF-K07
+def test_kf_k07_chunks_shorter_than_the_window_carry_it_on(implementation):
     x, weight, _ = _inputs((10,))
     history = jnp.zeros((1, 3, 6), jnp.float32)
     whole, last = conv(x, weight, history, offsets((10,)), implementation=implementation)

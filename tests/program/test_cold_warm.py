@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3jax.buckets import Bucket
 from k3jax.cache_spec import cache_spec
 from k3jax.config import EngineConfig
 from k3jax.inputs import EXPORT_TOKENS
@@ -31,17 +30,28 @@ from serving.scheduler import make_limits
 from serving.scheduler.state import preempt
 from tests import tiny
 from tests.fakes import SchedulerDriver, group_of_one
-from tests.models import Row, StepExecutor, open_model, program_of, relative_error, run_rows
+from tests.models import (
+    ALONE,
+    BATCH,
+    DECODE,
+    SHARED_PAGE_TOKENS,
+    SHARED_PAGES,
+    Row,
+    StepExecutor,
+    open_model,
+    program_of,
+    relative_error,
+    run_rows,
+)
 
 CFG = tiny.tiny_config()
 UNIT = 8
 CHUNK = 128
 MAX_TOKENS = 160
-NUM_PAGES = 40
+NUM_PAGES = SHARED_PAGES
 TOLERANCE = 2e-5  # float32 sums in another order
 NAN_WORD = 0xFFFF  # a NaN in bfloat16, and in both halves of a float32
-BUCKETS = (Bucket("prefill", CHUNK, 3, 4), Bucket("decode", 4, 4, 4))
-COLD_BUCKET = Bucket("prefill", MAX_TOKENS, 1, 4)
+BUCKETS = (BATCH, DECODE)
 BASE = np.random.default_rng(7).integers(0, CFG.vocab_size, MAX_TOKENS)
 
 
@@ -51,7 +61,7 @@ def geometry() -> PageGeometry:
     return align(cache_spec(CFG, tp=1, dtype="float32"), unit_tokens=UNIT, kernel_tokens=8)
 
 
-PAGE = 40
+PAGE = SHARED_PAGE_TOKENS
 POLICY = CachePolicy(
     unit_tokens=UNIT,
     keep_answer_end=True,
@@ -71,7 +81,7 @@ POLICIES = {
 def model() -> PagedModel:
     assert geometry().page_tokens == PAGE
     program = program_of(CFG, page_tokens=PAGE, num_pages=NUM_PAGES)
-    return open_model(program, [*BUCKETS, COLD_BUCKET])
+    return open_model(program, [*BUCKETS, ALONE])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -85,7 +95,7 @@ def cold(tokens: tuple[int, ...]) -> np.ndarray:
     states = tuple(range(5, 5 + geometry().num_state_pages))
     row = Row(np.array(tokens, np.int32), attention=(1, 2, 3, 4), states=states)
     model().pool = jnp.zeros_like(model().pool)
-    (logits,) = run_rows(model(), COLD_BUCKET, [(row, 0, len(tokens))])
+    (logits,) = run_rows(model(), ALONE, [(row, 0, len(tokens))])
     return logits
 
 
@@ -201,7 +211,10 @@ EDGES = sorted(
 )
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    ["server", "pages", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "dense"))],
+)
 def test_kf_c10_every_prefix_length_around_an_edge(name: str) -> None:
     server = Server(POLICIES[name])
     for shared in EDGES:
@@ -229,6 +242,17 @@ def test_hits_and_misses_in_one_batch() -> None:
     assert server.outputs["r1"][-1].cached_tokens == 0
     assert server.outputs["r2"][-1].cached_tokens >= 96  # of 101 tokens, inside the answer
     assert server.outputs["r3"][-1].cached_tokens == 80
+
+
+def test_kf_c19_a_turn_that_parts_inside_a_page_and_then_the_first_one_again() -> None:
+    server = Server(POLICY)
+    for tokens in (prompt(100, 0, 0), prompt(70, 30, 1), prompt(100, 0, 0)):
+        server.ask(tokens)
+        server.finish()
+    server.check_logits()
+    parted, again = (server.outputs[name][-1].cached_tokens for name in ("r1", "r2"))
+    assert parted <= 70
+    assert again == 99 // UNIT * UNIT
 
 
 REQUESTS = st.tuples(
@@ -294,7 +318,7 @@ def _is_done(outputs: list[Output]) -> bool:
 
 
 @pytest.mark.parametrize("length", [65, 68, 72])
-def test_a_state_exported_from_inside_a_chunk_is_resumed(length: int) -> None:
+def test_kf_c07_a_state_kept_inside_a_chunk_is_that_of_its_position(length: int) -> None:
     server = Server(POLICY)
     tokens = prompt(0, length, length)
     server.ask(tokens)

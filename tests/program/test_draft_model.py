@@ -31,6 +31,8 @@ DRAFTS = {
     "gqa": SMALL_GQA,
 }
 LENGTHS = (1, 39, 41, 64, 65)
+# Also those of `test_partial_acceptance`, which then finds their programs in the cache.
+PREFILL, VERIFY = Bucket("prefill", 155, 4, 3), Bucket("decode", 4 * (1 + NUM_DRAFTS), 4, 3)
 
 
 @functools.cache
@@ -104,48 +106,58 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, tp: int) -> None:
     assert answers(name, tp) == answers(None, 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["mla", "gqa", pytest.param("mla-mixture", marks=pytest.mark.slow)]
-)
-def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name: str) -> None:
-    draft, page_tokens = draft_config(name), geometry(name, 1).page_tokens
+@functools.cache
+def small_model(name: str) -> PagedModel:
+    """For steps of a few rows."""
     program = program_of(
-        CFG, page_tokens=page_tokens, num_pages=8, draft=draft, num_drafts=NUM_DRAFTS
-    )
-    prefill, decode = Bucket("prefill", 64, 1, 3), Bucket("decode", 1 + NUM_DRAFTS, 1, 3)
-    paged = open_model(program, [prefill, decode], make_step=serving_step)
-    params = tiny.program_params(program)
+        CFG, page_tokens=geometry(name, 1).page_tokens, num_pages=30, draft=draft_config(name),
+        num_drafts=NUM_DRAFTS,
+    )  # fmt: skip
+    return open_model(program, [PREFILL, VERIFY], make_step=serving_step)
+
+
+def held(paged: PagedModel) -> list[int]:
+    """The newest token of the first row, and the drafts behind it."""
+    return np.asarray(paged._buffers.tokens)[0].tolist()
+
+
+def wanted(name: str, tokens: np.ndarray) -> list[int]:
+    """The target's next token and the drafts behind it, from the oracles."""
+    draft, params = draft_config(name), small_model(name)._params
     target = {part: leaves for part, leaves in params.items() if "/" not in part}
     own = {part.removeprefix("draft/"): leaves for part, leaves in params.items() if "/" in part}
-    states = tuple(range(5, 5 + program.num_recurrent_groups))
+    mixtures: list[np.ndarray] = []
+    logits, stream = oracle.forward(CFG, target, tokens, mixtures=mixtures)
+    anchor = int(logits[-1].argmax())
+    source = mixtures if draft.tap_mode == "mixture" else stream
+    taps = np.concatenate([source[i] for i in draft.tap_layers], axis=1)
+    vocab = own["top"] if draft.has_own_vocab else target["top"]
+    inputs = [anchor, *[draft.mask_token_id] * (NUM_DRAFTS - 1)]
+    embedded = np.asarray(vocab["embed"], np.float64)[inputs]
+    hidden = draft_oracle.block(draft, own, taps, embedded)
+    base = hidden @ np.asarray(vocab["lm_head"], np.float64).T
+    w1, w2 = (np.asarray(own["markov"][key], np.float64) for key in ("w1", "w2"))
+    found = [anchor]
+    for row in base:
+        found.append(int((row + w2 @ w1[found[-1]]).argmax()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["mla", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gqa", "mla-mixture"))]
+)
+def test_kf_s01_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(
+    name: str,
+) -> None:
+    paged = small_model(name)
+    target = {part: leaves for part, leaves in paged._params.items() if "/" not in part}
+    states = tuple(range(5, 5 + paged.program.num_recurrent_groups))
     tokens = np.random.default_rng(3).integers(0, CFG.vocab_size, 47).astype(np.int32)
-
-    def wanted(tokens: np.ndarray) -> list[int]:
-        """The target's next token and the drafts behind it."""
-        mixtures: list[np.ndarray] = []
-        logits, stream = oracle.forward(CFG, target, tokens, mixtures=mixtures)
-        anchor = int(logits[-1].argmax())
-        source = mixtures if draft.tap_mode == "mixture" else stream
-        taps = np.concatenate([source[i] for i in draft.tap_layers], axis=1)
-        vocab = own["top"] if draft.has_own_vocab else target["top"]
-        inputs = [anchor, *[draft.mask_token_id] * (NUM_DRAFTS - 1)]
-        embedded = np.asarray(vocab["embed"], np.float64)[inputs]
-        hidden = draft_oracle.block(draft, own, taps, embedded)
-        base = hidden @ np.asarray(vocab["lm_head"], np.float64).T
-        w1, w2 = (np.asarray(own["markov"][key], np.float64) for key in ("w1", "w2"))
-        found = [anchor]
-        for row in base:
-            found.append(int((row + w2 @ w1[found[-1]]).argmax()))
-        return found
-
-    def held() -> list[int]:
-        return np.asarray(paged._buffers.tokens)[0].tolist()
-
     first = Row(tokens, (1, 2, 3), states).plan(0, len(tokens))
-    start_plans(paged, prefill, [first])
-    assert held() == wanted(tokens)
+    start_plans(paged, PREFILL, [first])
+    assert held(paged) == wanted(name, tokens)
     # The target takes none, or some, of drafts that the host names.
-    anchor = held()[0]
+    anchor = held(paged)[0]
     for num_right in (0, 2):
         right = [anchor]
         for _ in range(num_right):
@@ -154,10 +166,23 @@ def test_proposals_are_the_oracles_after_a_prompt_and_after_a_verification(name:
         drafts = [*right[1:], *[1] * (NUM_DRAFTS - num_right)]
         tried = np.array([*tokens, anchor, *drafts], np.int32)
         plan = Row(tried, (1, 2, 3), states).plan(len(tokens), len(tried))
-        start_plans(paged, decode, [plan._replace(num_drafts=NUM_DRAFTS)])
+        start_plans(paged, VERIFY, [plan._replace(num_drafts=NUM_DRAFTS)])
         tokens = np.array([*tokens, *right], np.int32)
-        assert held() == wanted(tokens)
-        anchor = held()[0]
+        assert held(paged) == wanted(name, tokens)
+        anchor = held(paged)[0]
+
+
+def test_kf_s09_a_reused_prefix_brings_the_context_of_the_drafts() -> None:
+    paged = small_model("mla")
+    page, groups = paged.program.layout.page_tokens, paged.program.num_recurrent_groups
+    tokens = np.random.default_rng(4).integers(0, CFG.vocab_size, page + 7).astype(np.int32)
+    first = Row(tokens, (1, 2, 3), tuple(range(5, 5 + groups)), slot=1)
+    start_plans(paged, PREFILL, [first.plan(0, page)])
+    # Another request has the first page and reads the state behind it.
+    second = Row(tokens, (1, 10, 11), tuple(range(12, 12 + groups)))
+    resumed = second.plan(page, len(tokens))._replace(state_source=first.states)
+    start_plans(paged, PREFILL, [resumed])
+    assert held(paged) == wanted("mla", tokens)
 
 
 @pytest.mark.slow

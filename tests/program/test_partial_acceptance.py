@@ -16,24 +16,19 @@ import pytest
 
 from k3jax.buckets import Bucket
 from k3jax.cache_spec import cache_spec
-from k3jax.draft.config import DraftConfig
 from k3jax.paged_model import PagedModel
 from k3jax.step import serving_step
-from tests import tiny
 from tests.models import Row, open_model, program_of, relative_error, start_plans
-from tests.unit.test_draft_config import SMALL_MLA
+from tests.program.test_draft_model import CFG, NUM_DRAFTS, PREFILL, VERIFY, draft_config
 
-CFG = tiny.tiny_config()
-DRAFT = DraftConfig.from_hf(SMALL_MLA | {"target_layer_ids": [0, 2, 4]})
+DRAFT = draft_config("mla")
 SPEC = cache_spec(CFG, tp=1, dtype="float32", draft=DRAFT)
 GROUPS = SPEC.recurrent_groups
-NUM_DRAFTS, PAGE = 3, 40
+PAGE = 40
 NUM_POSITIONS = len(CFG.mla_layers) + SPEC.draft_positions
 # A window that is not full yet; a block that crosses a page's edge, or begins or ends at one.
 LENGTHS = (1, 38, 40, 76)
-PREFILL = Bucket("prefill", sum(LENGTHS), 4, 3)
 DECODE = Bucket("decode", 4, 4, 3)
-VERIFY = Bucket("decode", 4 * (1 + NUM_DRAFTS), 4, 3)
 SOURCES = ((13, 14), (15, 16), (17, 18), (19, 20))  # states after the prompts, only read
 ROWS = [
     Row(
@@ -173,7 +168,7 @@ def verify(taken: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("first", range(1 + NUM_DRAFTS))
-def test_partly_taken_drafts_leave_what_decoding_leaves(first: int) -> None:
+def test_kf_s02_partly_taken_drafts_leave_what_decoding_leaves(first: int) -> None:
     """Row `i` takes `first + i` drafts, modulo one more than there are, and then one more."""
     pools, _ = decoded()
     model().pool = jax.device_put(pools[0], model().pool.sharding)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts import forward
 from tests import tiny
 from tests.models import relative_error
 
@@ -59,22 +60,39 @@ def test_forward_writes_float32_logits_of_every_token(tmp_path: Path) -> None:
     ],
 )
 def test_forward_refuses_with_a_clear_line(
-    tmp_path: Path, tokens: list[int], options: list[str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tokens: list[int],
+    options: list[str],
+    message: str,
 ) -> None:
     np.save(tmp_path / "tokens.npy", np.array(tokens, np.int32))
-    result = run(
+    monkeypatch.setattr(forward, "prepare_devices", lambda num_devices: None)  # they are there
+    arguments = [
         "forward.py", "--model", tiny.DATA / "kimi-linear-tiny",
         "--tokens", tmp_path / "tokens.npy", "--out", tmp_path / "out.npy", *options,
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
+    assert forward.main() == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.npy").exists()
+
+
+def test_forward_without_a_model_ends_with_one_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.array([1], np.int32))
+    result = run(
+        "forward.py", "--model", tmp_path, "--tokens", tmp_path / "tokens.npy",
+        "--out", tmp_path / "out.npy",
     )  # fmt: skip
     assert result.returncode == 2
-    assert message in result.stderr
+    assert result.stderr.startswith("forward.py: ")
     assert "Traceback" not in result.stderr
-    assert not (tmp_path / "out.npy").exists()
 
 
 def test_trace_names_the_layer_kinds(tmp_path: Path) -> None:
     result = run(
-        "trace.py", "--out", tmp_path / "trace", "--rows", "2", "--prompt-tokens", "8",
+        "trace.py", "--out", tmp_path / "trace", "--rows", "1", "--prompt-tokens", "8",
         "--steps", "2", "--model", tiny.DATA / "kimi-linear-tiny",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

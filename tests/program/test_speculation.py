@@ -49,17 +49,20 @@ def geometry() -> PageGeometry:
 
 
 @functools.cache
-def model(num_drafts: int) -> PagedModel:
-    program = program_of(CFG, page_tokens=geometry().page_tokens, num_pages=NUM_PAGES)
-    buckets = bucket_table(engine(num_drafts), page_tokens=geometry().page_tokens)
-    return open_model(program, buckets, make_step=serving_step)
+def model() -> PagedModel:
+    """With the programs of steps with drafts and without."""
+    page_tokens = geometry().page_tokens
+    program = program_of(CFG, page_tokens=page_tokens, num_pages=NUM_PAGES)
+    buckets = {*bucket_table(engine(0), page_tokens=page_tokens)}
+    buckets |= {*bucket_table(engine(NUM_DRAFTS), page_tokens=page_tokens)}
+    return open_model(program, sorted(buckets), make_step=serving_step)
 
 
 def driver(num_drafts: int, num_pages: int = NUM_PAGES) -> SchedulerDriver:
     limits = make_limits(
         engine(num_drafts), geometry(), num_pages=num_pages, vocab_size=CFG.vocab_size
     )
-    return SchedulerDriver(limits, StepExecutor(model(num_drafts)), geometry(), num_pages)
+    return SchedulerDriver(limits, StepExecutor(model()), geometry(), num_pages)
 
 
 def request(index: int, *, temperature: float = 0.0) -> Request:
@@ -112,7 +115,7 @@ def mixed(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
     "propose",
     [right, mixed, *(pytest.param(one, marks=pytest.mark.slow) for one in (wrong, ngram.propose))],
 )
-def test_greedy_tokens_are_those_without_drafts(
+def test_kf_s03_greedy_tokens_are_those_without_drafts_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch, propose: Propose
 ) -> None:
     wanted = [plain(index) for index in range(len(LENGTHS))]
@@ -220,7 +223,7 @@ def test_an_answer_ends_inside_a_block_where_its_stop_string_does(
             answer[place - 1 : place + 1])) + 1  # fmt: skip
         sampling = dataclasses.replace(request(5).sampling, stop=(stop,))
         one = driver(NUM_DRAFTS)
-        engine = Engine(Executor(model(NUM_DRAFTS)), one.limits, [one.state.table])
+        engine = Engine(Executor(model()), one.limits, [one.state.table])
         engine.start()
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         matcher = StopMatcher(tokenizer, sampling)

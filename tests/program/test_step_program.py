@@ -75,7 +75,7 @@ def test_no_float64_anywhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_host_callback(name: str) -> None:
+def test_kf_k10_no_host_callback(name: str) -> None:
     assert 'custom_call_target="xla_python' not in PROGRAMS[name]().as_text()
 
 

@@ -12,7 +12,9 @@ CHOICES = {"recorded": RECORDED, "served": SERVED}
 
 
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES.keys())
-@pytest.mark.parametrize("seed", range(0, 3 * BATCH, BATCH))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(one * BATCH, marks=pytest.mark.slow) for one in (1, 2))]
+)
 def test_random_workloads_are_sound(seed: int, choices: Choices):
     summary = run_workloads(BATCH, seed, choices)
     assert summary == Summary(workloads=BATCH, steps=summary.steps)

@@ -154,7 +154,7 @@ class FollowedDriver(Driver):
 def test_replayed_events_are_what_the_table_can_serve(
     choices: Choices, monkeypatch: pytest.MonkeyPatch
 ):
-    run_followed(range(40), choices, monkeypatch)
+    run_followed(range(20), choices, monkeypatch)
 
 
 @pytest.mark.slow
@@ -162,6 +162,7 @@ def test_replayed_events_are_what_the_table_can_serve(
 def test_many_replayed_events_are_what_the_table_can_serve(
     choices: Choices, monkeypatch: pytest.MonkeyPatch
 ):
+    run_followed(range(20, 40), choices, monkeypatch)
     run_followed(range(1000, 2500), choices, monkeypatch)
 
 
@@ -187,9 +188,10 @@ def run_followed(seeds: range, choices: Choices, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("num_state_pages", [1, 2])
-def test_events_follow_pages_that_are_lost_in_any_order(num_state_pages: int):
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)])
+def test_events_follow_pages_that_are_lost_in_any_order(seeds: range, num_state_pages: int):
     """Evictions from outside, aborts, logits that are not finite, resets."""
-    followers = [live(seed, num_state_pages) for seed in range(15)]
+    followers = [live(seed, num_state_pages) for seed in seeds]
     assert sum(one.num_stored for one in followers) > len(followers)
     assert sum(one.num_removed for one in followers) > len(followers)
     assert sum(one.num_cleared for one in followers)

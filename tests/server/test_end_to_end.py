@@ -27,6 +27,7 @@ from serving.tokenizer import Detokenizer, load_zip
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S = 240.0, 40.0
 MAX_CONTEXT = 512
+UNIT = 16  # tokens that can be reused; a page has 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ def serve(port: int, cache_dir: Path, *options: str) -> subprocess.Popen[str]:
                 str(cache_dir),
             ),
             *("--mesh", "tp2", "--dtype", "float32", "--max-rows", "4"),
-            *("--max-context", str(MAX_CONTEXT), "--max-prefill-tokens", "64", *options),
+            *("--max-context", str(MAX_CONTEXT), "--max-prefill-tokens", "64"),
+            *("--hash-block-size", str(UNIT), *options),
         ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -146,10 +148,10 @@ async def test_eight_streams_of_which_five_end_and_equal_their_solo_runs(
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub = Stub(channel)
         assert await used_tokens(stub) == 0
-        solo = [await tokens_of(stub, request(f"solo{n}", n, 24)) for n in lengths]
+        solo = [await tokens_of(stub, request(f"solo{n}", n, 12)) for n in lengths]
         assert len({tuple(tokens) for tokens in solo}) == len(lengths)
         together = await asyncio.gather(
-            *(tokens_of(stub, request(f"together{n}", n, 24)) for n in lengths),
+            *(tokens_of(stub, request(f"together{n}", n, 12)) for n in lengths),
             cancelled_after_its_first_chunk(stub),
             over_its_deadline(stub),
             refused(stub),
@@ -170,15 +172,29 @@ async def test_shared_prompt_is_not_computed_again_and_gives_the_same_answer(
             [reply async for reply in stub.Generate(request(name, 300, 24))]
             for name in ("cold", "warm")
         ]
-    assert [reply[-1].complete.cached_tokens for reply in replies] == [0, 256]
+    assert [reply[-1].complete.cached_tokens for reply in replies] == [0, 299 // UNIT * UNIT]
     cold, warm = ([id for r in reply for id in r.chunk.token_ids] for reply in replies)
     assert len(cold) == 24
     assert cold == warm
 
 
+async def test_prompt_that_grows_inside_a_page_reuses_all_its_whole_units(
+    server: RunningServer,
+) -> None:
+    prompt = [*request("", 100, 1).tokenized.input_ids]
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = Stub(channel)
+        await answer_to(stub, asking("first", prompt, max_tokens=8))
+        second = await answer_to(stub, asking("second", [*prompt, 7, 8], max_tokens=8))
+        await stub.FlushCache(common.FlushCacheRequest(timeout_s=5.0))
+        cold = await answer_to(stub, asking("cold", [*prompt, 7, 8], max_tokens=8))
+    assert [second.cached_tokens, cold.cached_tokens] == [96, 0]
+    assert second.output_ids == cold.output_ids
+
+
 def asking(request_id: str, prompt: list[int], **sampling: Any) -> messages.GenerateRequest:
     """A greedy request, unless `sampling` says otherwise."""
-    fields = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | sampling
+    fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | sampling
     return messages.GenerateRequest(
         request_id=request_id,
         tokenized=messages.TokenizedInput(input_ids=prompt),
@@ -218,7 +234,7 @@ async def test_fields_of_a_request_are_honoured(server: RunningServer) -> None:
         assert (list(stopped.output_ids), stopped.matched_stop_str) == (tokens[:end], stop)
 
         biased = await answer_to(stub, asking("biased", prompt, logit_bias={65: 100.0}))
-        assert list(biased.output_ids) == [65] * 16
+        assert list(biased.output_ids) == [65] * 12
         spread = await answer_to(
             stub,
             asking("spread", prompt, logit_bias={65: 100.0, 66: 99.0}, frequency_penalty=2.0),

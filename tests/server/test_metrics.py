@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import urllib.request
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.page_table import CachePolicy
 from serving.rpc.lifecycle import Lifecycle
 from serving.rpc.metrics import Distribution, Metrics, serve_metrics
 from tests.fakes import fake_geometry
@@ -18,6 +20,7 @@ from tests.server.harness import (
     SlowExecutor,
     collect,
     fake_load,
+    messages,
     request,
     serving,
     status_of,
@@ -67,6 +70,47 @@ async def test_a_scrape_agrees_with_what_was_answered_refused_and_cancelled():
     assert samples["k3jax_prompt_tokens_total",] == 3 * len(PROMPT)
     assert samples["k3jax_generation_tokens_total",] >= 13
     assert samples["k3jax_serving",] == 1
+
+
+async def test_kf_v05_gauges_of_an_idle_server_are_true_without_new_traffic():
+    executor = SlowExecutor(fake_geometry(page_tokens=64), num_pages=200, max_rows=20)
+    load = fake_load(
+        executor, page_tokens=64, num_pages=200, max_rows=20, max_prefill_rows=20,
+        max_context_tokens=3000,
+    )  # fmt: skip
+    async with serving(load) as harness:
+        port = serve_metrics(harness.service.metrics, "127.0.0.1", 0)
+        ids = [f"r{index}" for index in range(20)]
+        calls = [harness.stub.Generate(request(id, max_tokens=2900)) for id in ids]
+        answers = [asyncio.create_task(collect(call)) for call in calls]
+        await harness.until(lambda: harness.counts().running == 20)
+        await harness.stub.Abort(messages.AbortRequest(request_ids=ids))
+        await asyncio.gather(*answers)
+        await asyncio.sleep(0.5)  # of the two seconds
+        samples = await scrape(port)
+    assert samples["k3jax_requests_running", "0"] == 0
+    assert samples["k3jax_requests_waiting", "0"] == 0
+    assert samples["k3jax_pages", "0", "held"] == 0
+
+
+async def test_kf_v06_counters_never_fall_and_count_a_preempted_prompt_once():
+    # Three state pages each, and four pages of four tokens for both.
+    policy = CachePolicy(unit_tokens=2, key_every_unit=True)
+    load = fake_load(SlowExecutor(fake_geometry(), num_pages=11), num_pages=11, policy=policy)
+    async with serving(load) as harness:
+        port = serve_metrics(harness.service.metrics, "127.0.0.1", 0)
+        calls = [harness.stub.Generate(request(id, max_tokens=9)) for id in "ab"]
+        answers = [asyncio.create_task(collect(call)) for call in calls]
+        scrapes = [await scrape(port)]
+        while not all(answer.done() for answer in answers):
+            scrapes.append(await scrape(port))
+        scrapes.append(await scrape(port))
+        assert harness.counts().preemptions > 0
+    counters = [key for key in scrapes[-1] if key[0].endswith("_total")]
+    for before, after in itertools.pairwise(scrapes):
+        assert all(before.get(key, 0) <= after.get(key, 0) for key in counters)
+    assert scrapes[-1]["k3jax_prompt_tokens_total",] == 2 * len(PROMPT)
+    assert scrapes[-1]["k3jax_generation_tokens_total",] == 2 * 9
 
 
 async def test_the_dashboard_asks_for_metrics_that_exist():

@@ -29,6 +29,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_prompt_that_grows_inside_a_page_reuses_all_its_whole_units(cache_dir: Path):
     prompt = tokens(100, seed=1)

@@ -83,7 +83,9 @@ def routing(rng: np.random.Generator, num_tokens: int, num_ranks: int) -> np.nda
 
 @pytest.mark.parametrize(("form", "capacity"), FORMS, ids=str)
 @pytest.mark.parametrize(("dp", "tp"), MESHES, ids=str)
-def test_uneven_routings_equal_dense(dp: int, tp: int, form: str, capacity: int | None) -> None:
+def test_kf_h04_uneven_routings_equal_dense(
+    dp: int, tp: int, form: str, capacity: int | None
+) -> None:
     rng = np.random.default_rng(dp * 100 + tp)
     parallel = ParallelConfig(dp=dp, tp=tp, dispatch=form)
     weights = rng.standard_normal((EXPERTS, WIDTH, WIDTH)).astype(np.float32)

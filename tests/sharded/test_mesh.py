@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from k3jax.buckets import Bucket
 from k3jax.config import ConfigError, EngineConfig, ModelConfig, validate
 from k3jax.paged_model import PagedModel
+from k3jax.params import describe
 from sharding.axes import ParallelConfig, parse_mesh
 from sharding.mesh import make_mesh
 from sharding.specs import local_shape, partition_spec
@@ -27,8 +29,9 @@ def config(*, packed: bool) -> ModelConfig:
     """A tiny model whose heads, columns and experts divide by eight: KDA dense, KDA, MLA."""
     attention = {"num_heads": 8, "head_dim": 6, "kda_layers": [1, 2], "full_attn_layers": [3]}
     return tiny.tiny_config(
-        packed=packed, num_experts=16, num_hidden_layers=3, linear_attn_config=attention
-    )
+        packed=packed, num_experts=16, num_hidden_layers=3, routed_scaling_factor=2.5,
+        linear_attn_config=attention,
+    )  # fmt: skip
 
 
 def rows_of(model: PagedModel) -> list[Row]:
@@ -83,8 +86,8 @@ def expected(packed: bool) -> dict[int, np.ndarray]:
 @pytest.mark.parametrize(
     ("packed", "placing", "mesh"),
     [
-        (True, [[0, 1]], {"tp": 8, "tail": "columns"}),
-        (False, [[0, 2], []], {"dp": 2, "tp": 4, "dispatch": "all_to_all"}),
+        pytest.param(True, [[0, 1]], {"tp": 8, "tail": "columns"}, marks=pytest.mark.slow),
+        (False, [[0, 2], []], {"dp": 2, "tp": 4, "dispatch": "all_to_all", "tail": "columns"}),
         pytest.param(
             False,
             [[2], [], [1], [], [], [], [0], []],
@@ -94,7 +97,7 @@ def expected(packed: bool) -> dict[int, np.ndarray]:
     ],
     ids=["tp8", "dp2xtp4", "dp8"],
 )
-def test_logits_do_not_depend_on_the_mesh(
+def test_kf_m10_logits_do_not_depend_on_the_mesh(
     packed: bool,
     placing: list[list[int]],
     mesh: dict[str, Any],
@@ -140,6 +143,13 @@ def test_a_mesh_that_does_not_divide_lists_every_problem() -> None:
     assert found["num_experts does not divide over the mesh"].endswith(
         "got 16; expected a multiple of dp2 x tp3 = 6"
     )
+
+
+def test_kf_v18_the_output_layer_has_the_ids_of_the_vocabulary_and_no_more() -> None:
+    cfg = dataclasses.replace(config(packed=True), vocab_size=164)
+    assert describe(cfg)["top"]["lm_head"].shape[0] == 164
+    with pytest.raises(ConfigError, match=r"vocab_size does not divide.*: got 164"):
+        validate(cfg, ParallelConfig(tp=8), ENGINE)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def answers(mesh: str, drafter: str | None) -> tuple[list[tuple[int, ...]], int,
 
 @pytest.mark.parametrize("drafter", ["device", "ngram"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_greedy_tokens_are_those_without_drafts(mesh: str, drafter: str) -> None:
+def test_kf_s10_greedy_tokens_are_those_without_drafts_on_meshes(mesh: str, drafter: str) -> None:
     want, *_ = answers("tp1", None)
     tokens, reused, _ = answers(mesh, drafter)
     assert tokens == want

@@ -176,7 +176,7 @@ DRAFTERS: dict[str, Callable[[Sequence[int], int], tuple[int, ...]] | None] = {
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_greedy_tokens_are_those_without_drafts(
+def test_kf_s06_greedy_tokens_are_those_without_drafts(
     monkeypatch: pytest.MonkeyPatch, mesh: str, drafter: str
 ) -> None:
     want, propose = plain(), DRAFTERS[drafter]

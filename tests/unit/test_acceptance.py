@@ -63,7 +63,7 @@ def _run(rule: str, *, certain: bool) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_tokens_are_distributed_as_the_target_says(rule: str, certain: bool) -> None:
+def test_kf_s07_tokens_are_distributed_as_the_target_says(rule: str, certain: bool) -> None:
     pairs, num = _run(rule, certain=certain)
     want = (P[0][:, None] * P).reshape(-1)
     seen = np.bincount(pairs, minlength=VOCAB**2)
@@ -80,7 +80,7 @@ def test_block_verification_takes_more() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_at_temperature_zero_every_token_is_the_targets_best(rule: str) -> None:
+def test_kf_s05_at_temperature_zero_every_token_is_the_targets_best(rule: str) -> None:
     logits = jnp.asarray(np.random.default_rng(3).standard_normal((64, DRAFTS + 1, VOCAB)))
     logits = logits.astype(jnp.float32)
     best = np.asarray(logits.argmax(-1))

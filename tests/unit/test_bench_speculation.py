@@ -60,7 +60,7 @@ def test_a_line_counts_the_drafts_that_stay_and_the_token_behind_them() -> None:
     assert line["unsteady_rounds"] == 0
 
 
-def test_an_answer_that_parts_is_wrong_unless_the_logits_are_close() -> None:
+def test_kf_s06_an_answer_that_parts_is_wrong_unless_the_logits_are_close() -> None:
     other = ((6, 7, 8, 9), (6, 5, 8, 9))
     asked = []
     for gap, is_wrong in ((0.001, False), (0.5, True), (None, True)):

@@ -133,7 +133,7 @@ def names(cfg: DraftConfig) -> list[str]:
     return [name for name, _ in synthetic.random_tensors(cfg, seed=0)]
 
 
-def test_the_released_mla_draft_is_read_as_it_was_trained() -> None:
+def test_kf_s08_the_released_mla_draft_is_read_as_it_was_trained() -> None:
     cfg = DraftConfig.from_hf(MLA)
     assert cfg.softmax_scale == pytest.approx(0.130861, abs=1e-6)
     assert (cfg.tap_layers, cfg.tap_mode) == ((2, 23, 47, 71, 89), "prefix")
@@ -143,7 +143,7 @@ def test_the_released_mla_draft_is_read_as_it_was_trained() -> None:
     assert num_parameters(cfg) == 2_387_907_841
 
 
-def test_the_released_gqa_draft_is_read_as_it_was_trained() -> None:
+def test_kf_s08_the_released_gqa_draft_is_read_as_it_was_trained() -> None:
     cfg = DraftConfig.from_hf(GQA)
     assert cfg.softmax_scale == 0.125
     assert cfg.tap_layers == (23, 47, 71, 87, 91)

@@ -66,7 +66,7 @@ def _inputs(name: str) -> tuple[DraftConfig, dict, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_block_equals_the_oracle(name: str, tp: int) -> None:
+def test_kf_s08_a_block_equals_the_oracle(name: str, tp: int) -> None:
     cfg, params, taps, embedded = _inputs(name)
     parallel = ParallelConfig(tp=tp)
 

@@ -222,7 +222,7 @@ def test_the_surplus_step_after_a_stop_is_collected(start_server: StartServer):
     assert server.executor.num_uncollected == 0
 
 
-def test_step_age_grows_while_a_step_does_not_end(server: Server):
+def test_kf_k10_step_age_grows_while_a_step_does_not_end(server: Server):
     assert server.engine.step_age_s() == 0.0
     client = shut_gate(server, fake_request("a"))
     wait_until(lambda: len(server.executor.plans) == 2)

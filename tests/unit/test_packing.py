@@ -85,7 +85,7 @@ def test_decode_rows_have_one_token_each_and_padding_rows_none():
 
 
 @pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
-def test_padding_points_at_the_null_page(plan: StepPlan):
+def test_kf_c17_padding_points_at_the_null_page(plan: StepPlan):
     arrays = unpack(pack_plan(plan, NUM_GROUPS, SCRATCH_SLOT), plan.bucket)
     for row_idx, planned in enumerate(plan.rows):
         pages = arrays["attention_pages"][row_idx]
@@ -175,7 +175,7 @@ def test_exports_are_counted_from_the_row_s_first_token():
 
 
 @pytest.mark.parametrize("position", [0, 16, 40, 16 + EXPORT_TOKENS - 1, 16 + 2 * EXPORT_TOKENS])
-def test_an_export_that_no_step_can_make_is_an_error(position: int):
+def test_kf_c06_an_export_that_no_step_can_make_is_an_error(position: int):
     tokens = tuple(range(2 * EXPORT_TOKENS))
     one = row("a", slot=0, start=16, tokens=tokens, pages=(5,))
     plan = plan_of(Bucket("prefill", 128, 1, 1), one._replace(export=StateExport(position, (7, 8))))
@@ -190,7 +190,7 @@ def test_a_decode_row_exports_nothing():
         pack_plan(plan, NUM_GROUPS, SCRATCH_SLOT)
 
 
-def test_every_step_gets_its_own_buffer():
+def test_kf_c20_every_step_gets_its_own_buffer():
     first = pack_plan(DECODE, NUM_GROUPS, SCRATCH_SLOT)
     kept = first.copy()
     second = pack_plan(PREFILL, NUM_GROUPS, SCRATCH_SLOT)
@@ -218,7 +218,7 @@ def test_one_replica_s_group_is_its_plan():
     np.testing.assert_array_equal(packed, [pack_plan(PREFILL, NUM_GROUPS, SCRATCH_SLOT)])
 
 
-def test_a_plan_that_does_not_fit_its_bucket_is_an_error():
+def test_kf_c06_a_plan_that_does_not_fit_its_bucket_is_an_error():
     plan = plan_of(Bucket("prefill", 4, 4, 3), *PREFILL.rows)
     with pytest.raises(ValueError, match="could not broadcast"):
         pack_plan(plan, NUM_GROUPS, SCRATCH_SLOT)

@@ -304,7 +304,7 @@ def test_a_system_prompt_shorter_than_a_page(unit: int, reused: int):
     assert hit_of(run.end(), (*system, *range(60_000, 60_300))) == reused
 
 
-def test_nothing_is_reused_before_the_step_that_computes_it_is_committed(cache: PageTable):
+def test_kf_c09_nothing_is_reused_before_its_step_is_committed(cache: PageTable):
     run = Run(cache, "a", A[:13])
     run.step(12, commit=False)
     found = page_table.lookup(run.table, run.keys, 12)
@@ -325,7 +325,7 @@ def test_kf_c09_what_was_not_computed_vanishes_with_its_request(cache: PageTable
     assert hit_of(table, A[:13]) == 0
 
 
-def test_at_least_one_token_is_computed_again(cache: PageTable):
+def test_kf_c11_the_last_whole_unit_is_reused_and_not_the_final_state(cache: PageTable):
     run = Run(cache, "a", A[:13])
     for end in (12, 13):
         run.step(end)
@@ -393,8 +393,8 @@ def test_the_second_request_leaves_a_state_at_the_junction_and_the_third_uses_it
     assert found.is_junction
 
 
-def test_a_shared_prefix_that_ends_inside_a_page_is_reused_from_the_third_request_on():
-    """KF-C05: to within a unit, though no page is full."""
+def test_kf_c05_shared_prefix_that_ends_inside_a_page_is_reused_from_the_third_request_on():
+    """To within a unit, though no page is full."""
     geometry = fake_geometry(page_tokens=24, num_state_pages=2)
     policy = CachePolicy(unit_tokens=2, key_every_unit=True, checkpoint_junctions=True)
     first = Run(page_table.empty_table(geometry, 30, policy), "a", (*A[:11], 1, 2, 3))
@@ -420,6 +420,22 @@ def test_idle_pages_are_reused_oldest_first_and_lose_their_keys(cache: PageTable
     assert big.num_evicted > 0
     assert hit_of(big, range(13)) == 0
     assert hit_of(big, range(100, 113)) == 12
+
+
+def test_kf_c04_reuse_ends_at_the_deepest_state_that_is_left():
+    geometry = fake_geometry(page_tokens=6, num_state_pages=2)
+    policy = CachePolicy(unit_tokens=2, retention_tokens=None)
+    run = Run(page_table.empty_table(geometry, 30, policy), "a", A[:19])
+    for end in (6, 12, 18, 19):
+        run.step(end)
+    table, hits = run.end(), []
+    while hit := page_table.lookup(table, run.keys, 18).tokens:
+        hits.append(hit)
+        # Of both recurrent groups, one loses its state; the attention pages stay.
+        table = page_table.evict(table, page_table.lookup(table, run.keys, 18).state[1:])
+        page_table.check(table)
+    assert hits == [18, 12, 6]
+    assert {t for group, _, _, t in page_table.entries(table) if group == 0} == {6, 12, 18}
 
 
 def test_evict_and_reset_forget_entries(cache: PageTable):

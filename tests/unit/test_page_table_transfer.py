@@ -164,7 +164,7 @@ def test_accepted_prefixes_can_be_reused_at_once_by_their_keys():
     assert hit.is_ready
 
 
-def test_a_state_that_the_policy_does_not_keep_is_not_published():
+def test_kf_c12_a_prefix_whose_state_is_not_kept_is_no_hit():
     """A whole page boundary before the last one of a longer prompt."""
     table = advertised(make_table())
     prompt = (*PROMPT, 1, 2, 3, 4, 5, 6)
@@ -235,7 +235,7 @@ def test_a_request_with_pages_accepts_nothing():
 # ---- fail -------------------------------------------------------------------------------------
 
 
-def test_a_failed_transfer_gives_its_pages_back_and_publishes_nothing():
+def test_kf_c12_a_failed_transfer_gives_its_pages_back_and_publishes_nothing():
     table = page_table.fail_transfer(advertised(make_table()), "t")
     assert is_empty(table)
     assert not list(page_table.entries(table))

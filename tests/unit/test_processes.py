@@ -342,7 +342,7 @@ def test_host_that_is_busy_with_a_long_step_may_take_the_next_call_late():
     assert watch.verdict(26.0) == "hangs: it lives, but did not take call 2 for 6.0 s"
 
 
-def test_step_that_does_not_end_is_a_host_that_hangs():
+def test_kf_k10_step_that_does_not_end_is_a_host_that_hangs():
     watch = HostWatch(LIMITS, 0.0)
     watch.start_serving()
     watch.sent(1, 0.0, is_step=True)

@@ -60,9 +60,9 @@ class Run:
         self.executor = FakeExecutor(
             table.geometry, num_pages=NUM_PAGES, not_finite={("broken", 15)}
         )
-        devices = devices or FakeDevices(self.executor)
-        tables = [table] * len(devices.replicas)
-        self.engine = Engine(devices, limits, tables, recorder=recorder)
+        self.devices = devices or FakeDevices(self.executor)
+        tables = [table] * len(self.devices.replicas)
+        self.engine = Engine(self.devices, limits, tables, recorder=recorder)
         self.outputs: list[Output] = []
 
     def serve(self, requests: list[Request], *, abort: str = "") -> None:
@@ -76,8 +76,13 @@ class Run:
             if output.finish_reason is not None:
                 ended.release()
 
-        for request in requests:
-            self.engine.submit(request, on_output).result(WAIT_S)
+        for replica in self.devices.replicas:  # the first step lasts until all have arrived
+            replica.gate.clear()
+        accepted = [self.engine.submit(request, on_output) for request in requests]
+        for replica in self.devices.replicas:
+            replica.gate.set()
+        for future in accepted:
+            future.result(WAIT_S)
         for _ in requests:
             assert ended.acquire(timeout=WAIT_S)
 

@@ -77,8 +77,7 @@ def test_reads_a_range_of_rows(file: Path):
     np.testing.assert_array_equal(rows, array[2:4])
 
 
-# KF-L01
-def test_a_cut_file_is_refused_with_its_name_and_the_missing_bytes(tmp_path: Path):
+def test_kf_l01_a_cut_file_is_refused_with_its_name_and_the_missing_bytes(tmp_path: Path):
     file = tmp_path / GOLDEN.name
     file.write_bytes(GOLDEN.read_bytes()[: -(64 << 10)])
     error = refusal(file)

@@ -137,13 +137,13 @@ def test_buckets_too_narrow_for_the_longest_request_are_refused():
         ),
     ],
 )
-def test_a_request_that_can_never_be_served_is_refused(request_: Request, message: str):
+def test_kf_v09_a_request_that_can_never_be_served_is_refused(request_: Request, message: str):
     with pytest.raises(RequestError, match=message) as raised:
         scheduler.check_request(request_, fake_limits(fake_geometry()))
     assert raised.value.status == "INVALID_ARGUMENT"
 
 
-def test_a_request_larger_than_the_pool_is_refused_and_one_that_fills_it_finishes():
+def test_kf_c16_a_request_larger_than_the_pool_is_refused_and_one_that_fills_it_finishes():
     driver = make_driver(page_tokens=4, num_state_pages=3, num_pages=1 + 3 + 4)
     assert driver.limits.max_new_tokens(10) == 7  # 16 cached tokens; the last one needs no place
     with pytest.raises(RequestError, match=r"never fits the cache: got 10 .* = 18; .* at most 17"):
@@ -162,12 +162,12 @@ def test_a_prompt_that_fills_the_pool_is_admitted():
 
 
 @pytest.mark.parametrize(("prompt_tokens", "room"), [(1, 63), (63, 1), (64, 0), (100, 0)])
-def test_max_new_tokens_is_the_room_in_the_context(prompt_tokens: int, room: int):
+def test_kf_v09_max_new_tokens_is_the_room_in_the_context(prompt_tokens: int, room: int):
     assert fake_limits(fake_geometry()).max_new_tokens(prompt_tokens) == room
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_live_id_is_refused_and_the_first_request_is_unaffected(is_running: bool):
+def test_kf_v01_a_live_id_is_refused_while_it_waits_or_runs(is_running: bool):
     driver = make_driver()
     first = fake_request("a", (1, 2, 3), max_tokens=5)
     driver.submit(first)
@@ -507,6 +507,27 @@ def test_an_aborted_request_releases_everything_in_every_phase(num_steps: int):
     assert driver.tokens("a") == ()
 
 
+def test_kf_c14_waiting_requests_that_leave_release_all_that_was_reserved_for_them():
+    policy = CachePolicy(unit_tokens=2)
+    driver = make_driver(max_rows=1, max_prefill_rows=1, policy=policy)
+    driver.submit(fake_request("first", range(12)))
+    driver.finish()
+    running = fake_request("runs", (*range(12), 50), max_tokens=9)
+    driver.submit(running)
+    driver.step()
+    before = driver.state
+    for index in range(50):
+        driver.submit(fake_request(f"r{index}", (*range(12), index)))
+    driver.step()
+    for index in range(50):
+        driver.abort(f"r{index}", error=RequestError("CANCELLED", "gone") if index % 2 else None)
+    assert not driver.state.waiting
+    assert driver.state.table.num_free == before.table.num_free
+    driver.finish()
+    assert not driver.state.table.refs
+    assert driver.tokens("runs") == solo_tokens(running)
+
+
 def test_abort_is_idempotent_and_ignores_unknown_ids():
     driver = make_driver()
     driver.submit(fake_request("a"))
@@ -525,7 +546,7 @@ def test_an_abort_with_an_error_carries_it():
     assert driver.outputs["a"][-1].error is error
 
 
-def test_a_result_in_flight_does_not_reach_a_new_request_of_the_same_id():
+def test_kf_s04_a_result_in_flight_does_not_reach_a_new_request_of_the_same_id():
     driver = make_driver()
     driver.submit(fake_request("a", (1, 2, 3)))
     driver.plan()
@@ -548,7 +569,7 @@ def test_a_step_whose_rows_are_all_gone_still_has_to_be_committed():
     assert scheduler.is_idle(driver.state)
 
 
-def test_logits_that_are_not_finite_end_only_their_request():
+def test_kf_k09_logits_that_are_not_finite_end_only_their_request():
     driver = make_driver(not_finite={("a", 4)})
     other = fake_request("b", (4, 5, 6), max_tokens=6)
     driver.submit(fake_request("a", (1, 2, 3), max_tokens=6))
@@ -574,7 +595,7 @@ def tight_driver(**options: int) -> SchedulerDriver:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_the_youngest_request_is_preempted_and_ends_with_the_same_tokens(lookahead: int):
+def test_kf_c15_the_youngest_request_is_preempted_and_ends_with_the_same_tokens(lookahead: int):
     driver = tight_driver()
     requests = [fake_request(name, (1, 2, 3), max_tokens=8, seed=i) for i, name in enumerate("ab")]
     for request in requests:
@@ -582,6 +603,16 @@ def test_the_youngest_request_is_preempted_and_ends_with_the_same_tokens(lookahe
     driver.finish(lookahead=lookahead)
     assert driver.state.num_preemptions == 1
     assert {row.request_id for row in driver.executor.plans[-1].rows} == {"b"}
+    for request in requests:
+        assert driver.tokens(request.request_id) == solo_tokens(request)
+
+
+def test_kf_c15_eight_requests_with_states_for_two_all_end():
+    driver = make_driver(page_tokens=4, num_state_pages=2, num_pages=1 + 2 * 2 + 5, max_rows=8)
+    requests = [fake_request(f"r{i}", range(3 + i % 3), max_tokens=7, seed=i) for i in range(8)]
+    for request in requests:
+        driver.submit(request)
+    driver.finish()
     for request in requests:
         assert driver.tokens(request.request_id) == solo_tokens(request)
 

@@ -138,9 +138,10 @@ def test_kimi_linear_keeps_float32_parameters_exact():
     assert got["kda"]["A_log"].dtype == np.float32
 
 
-# KF-L04
 @pytest.mark.parametrize("shape", [(4,), (12,), (1, 1, 4, 1)], ids=str)
-def test_a_log_is_cut_to_its_heads_before_it_is_sharded(folder: Path, shape: tuple[int, ...]):
+def test_kf_l04_a_log_is_cut_to_its_heads_before_it_is_sharded(
+    folder: Path, shape: tuple[int, ...]
+):
     values = np.zeros(math.prod(shape), np.float32)
     values[:4] = [0.5, -0.25, 1.0, 2.0]
     replace(folder, A_LOG, values.reshape(shape))
@@ -192,8 +193,7 @@ def test_stored_dtypes_that_convert_without_loss(folder: Path, stored: type):
     np.testing.assert_array_equal(got[0], values.astype(np.float32))
 
 
-# KF-L03
-def test_a_scale_is_e8m0_whatever_its_label(folder: Path, want: Params):
+def test_kf_l03_a_scale_is_e8m0_whatever_its_label(folder: Path, want: Params):
     def relabel(tensors: dict[str, np.ndarray]) -> None:
         for name, array in tensors.items():
             if name.endswith(".weight_scale"):
@@ -242,7 +242,7 @@ def test_a_sharding_that_does_not_fit_is_refused(intact: Path):
 # Memory and share
 
 
-def test_host_memory_stays_within_the_pieces_in_flight(tmp_path: Path):
+def test_kf_l05_host_memory_stays_within_the_pieces_in_flight(tmp_path: Path):
     cfg = write_tiny_checkpoint(tmp_path, vocab_size=65536, bos_token_id=1)
     budget, slack = 2 << 20, 1 << 20
     load_whole(tmp_path)  # compiles and imports
@@ -272,8 +272,7 @@ class CountingFiles(TensorFiles):
         super().read_rows(entry, start, out)
 
 
-# KF-L05
-def test_a_process_reads_its_own_rows_and_experts_only(intact: Path):
+def test_kf_l05_a_process_reads_its_own_rows_and_experts_only(intact: Path):
     cfg = read_model_config(intact)
     leaves = plan_leaves(cfg, mesh_shardings(cfg, ParallelConfig(tp=4)), "bfloat16")
     rank = 3

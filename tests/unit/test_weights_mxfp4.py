@@ -22,19 +22,17 @@ def test_quantize_matches_the_released_encoding(golden):
     np.testing.assert_array_equal(scales, golden["round_trip_scale"])
 
 
-# KF-L03
 @pytest.mark.parametrize(
     ("byte", "values"), [(0x72, (1.0, 6.0)), (0x9A, (-1.0, -0.5))], ids=["0x72", "0x9A"]
 )
-def test_low_nibble_comes_first(byte: int, values: tuple[float, float]):
+def test_kf_l03_low_nibble_comes_first(byte: int, values: tuple[float, float]):
     packed = np.full((1, 16), byte, np.uint8)
     got = dequantize(packed, np.full((1, 1), 127, np.uint8))
     np.testing.assert_array_equal(got, np.tile(np.float32(values), 16)[None])
 
 
-# KF-L03
 @pytest.mark.parametrize(("scale", "factor"), [(126, 0.5), (127, 1.0), (128, 2.0)])
-def test_scales_are_powers_of_two_with_bias_127(scale: int, factor: float):
+def test_kf_l03_scales_are_powers_of_two_with_bias_127(scale: int, factor: float):
     got = dequantize(np.full((1, 16), 0x22, np.uint8), np.full((1, 1), scale, np.uint8))
     np.testing.assert_array_equal(got, np.full((1, 32), factor, np.float32))
 

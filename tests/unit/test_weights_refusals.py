@@ -69,40 +69,34 @@ def shard_of(folder: Path, name: str) -> str:
     return json.loads((folder / INDEX_FILE).read_bytes())["weight_map"][name]
 
 
-# KF-L02
 @pytest.mark.parametrize("name", [ROUTER, f"{EXPERT}.weight_scale", f"{EXPERT}.weight_packed"])
-def test_missing_tensor(folder: Path, name: str):
+def test_kf_l02_missing_tensor(folder: Path, name: str):
     edit(folder, lambda tensors: tensors.pop(name))
     assert early_refusal(folder, "missing_tensor", name).found[0].tensor == name
 
 
-# KF-L02
-def test_tensor_that_the_index_puts_in_a_file_that_lacks_it(folder: Path):
+def test_kf_l02_tensor_that_the_index_puts_in_a_file_that_lacks_it(folder: Path):
     other = SHARD_1 if shard_of(folder, ROUTER) == SHARD_2 else SHARD_2
     edit_index(folder, lambda weight_map: weight_map.update({ROUTER: other}))
     early_refusal(folder, "misplaced_tensor", ROUTER, other)
 
 
-# KF-L02
-def test_tensor_that_only_the_index_knows(folder: Path):
+def test_kf_l02_tensor_that_only_the_index_knows(folder: Path):
     edit_index(folder, lambda weight_map: weight_map.update({f"{ROUTER}.x": SHARD_1}))
     early_refusal(folder, "misplaced_tensor", f"{ROUTER}.x", SHARD_1, "no file holds it")
 
 
-# KF-L02
-def test_tensor_that_the_index_does_not_list(folder: Path):
+def test_kf_l02_tensor_that_the_index_does_not_list(folder: Path):
     edit_index(folder, lambda weight_map: weight_map.pop(ROUTER))
     early_refusal(folder, "misplaced_tensor", ROUTER, SHARD_1, INDEX_FILE)
 
 
-# KF-L02
-def test_missing_shard(folder: Path):
+def test_kf_l02_missing_shard(folder: Path):
     (folder / SHARD_2).unlink()
     early_refusal(folder, "missing_file", SHARD_2, "No such file")
 
 
-# KF-L02
-def test_tensor_in_two_shards(folder: Path):
+def test_kf_l02_tensor_in_two_shards(folder: Path):
     tensors = read_all(folder)
     names = [name for name in tensors if shard_of(folder, name) == SHARD_2]
     again = {name: tensors[name] for name in [*names, ROUTER]}
@@ -111,8 +105,7 @@ def test_tensor_in_two_shards(folder: Path):
     early_refusal(folder, "duplicate_tensor", ROUTER, SHARD_1, SHARD_2)
 
 
-# KF-L02
-def test_tensor_under_two_spellings(folder: Path):
+def test_kf_l02_tensor_under_two_spellings(folder: Path):
     short = ROUTER.replace("language_model.model.", "language_model.")
     edit(folder, lambda tensors: tensors.update({short: tensors[ROUTER]}))
     early_refusal(folder, "duplicate_tensor", ROUTER, short)
@@ -141,9 +134,8 @@ def test_unknown_tensor(folder: Path, name: str):
     early_refusal(folder, "unknown_tensor", name, shard_of(folder, name))
 
 
-# KF-L01
 @pytest.mark.parametrize("shard", [SHARD_1, SHARD_2])
-def test_truncated_shard(folder: Path, shard: str):
+def test_kf_l01_truncated_shard(folder: Path, shard: str):
     file = folder / shard
     file.write_bytes(file.read_bytes()[:-777])
     early_refusal(folder, "truncated", shard, "777 bytes are missing")
@@ -183,24 +175,21 @@ def test_dtype_that_would_lose_precision(folder: Path, name: str, stored: type, 
     early_refusal(folder, "dtype", name, shard_of(folder, name), dtype=dtype)
 
 
-# KF-L04
 @pytest.mark.parametrize("length", [3, 5, 8, 11, 13, 16])
-def test_a_log_of_an_undocumented_length(folder: Path, length: int):
+def test_kf_l04_a_log_of_an_undocumented_length(folder: Path, length: int):
     replace(folder, A_LOG, np.zeros(length, np.float32))
     early_refusal(folder, "shape", A_LOG, f"[{length}]")
 
 
-# KF-L04
-def test_a_log_whose_tail_is_not_zero(folder: Path):
+def test_kf_l04_a_log_whose_tail_is_not_zero(folder: Path):
     values = read_all(folder)[A_LOG]
     values[-1] = 1e-30
     replace(folder, A_LOG, values)
     refusal(folder, "padding", A_LOG, shard_of(folder, A_LOG))
 
 
-# KF-L03
 @pytest.mark.parametrize("byte", [138, 200, 255])
-def test_mxfp4_scale_that_no_weight_has(folder: Path, byte: int):
+def test_kf_l03_mxfp4_scale_that_no_weight_has(folder: Path, byte: int):
     name = f"{EXPERT}.weight_scale"
     scales = read_all(folder)[name]
     scales[5, 0] = byte
