@@ -26,6 +26,7 @@ from serving.rpc import protocol
 from serving.rpc.lifecycle import Lifecycle, Served
 from serving.rpc.loads import totals
 from serving.rpc.logs import log_event
+from serving.rpc.malformed import RefuseMalformed
 from serving.rpc.service import EngineService
 from serving.tls import TlsFiles, server_credentials
 
@@ -85,7 +86,7 @@ class Server:
         self._config, self._service, self._lifecycle = config, service, lifecycle
         self._loop = asyncio.get_running_loop()
         limit = ("grpc.max_receive_message_length", config.max_message_bytes)
-        self._server = grpc.aio.server(options=(*_OPTIONS, limit))
+        self._server = grpc.aio.server(interceptors=[RefuseMalformed()], options=(*_OPTIONS, limit))
         self._stop_asked = asyncio.Event()
         self._stop_hurried = asyncio.Event()
         self._failure: asyncio.Future[BaseException] = self._loop.create_future()

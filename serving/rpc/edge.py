@@ -2,7 +2,7 @@
 
 | Situation | Status |
 |---|---|
-| bad or out-of-range field, prompt too long | INVALID_ARGUMENT |
+| bad or out-of-range field, prompt too long, bytes that are no message | INVALID_ARGUMENT |
 | field or feature that we do not have | UNIMPLEMENTED |
 | no such thing, for instance a tokenizer | NOT_FOUND |
 | duplicate live request id | ALREADY_EXISTS |
