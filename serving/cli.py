@@ -90,6 +90,7 @@ def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = Non
       ConfigError: the model does not fit the devices, or its weights cannot be used.
       HostLostError: another process of the group is lost.
     """
+    from k3jax.compile import CompileCounter
     from serving.executor import Executor
     from serving.tracing import XlaTracer
 
@@ -114,6 +115,7 @@ def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = Non
         executor = Executor(model)
     else:
         executor = GuardedExecutor(Executor(SharedModel(model, leader, buckets)), leader)
+    compiled = CompileCounter()
     # What the start-up made stays: collecting garbage need not look at it again.
     gc.collect()
     gc.freeze()
@@ -135,6 +137,7 @@ def start_model(setup: Setup, on_failure: OnFailure, leader: Leader | None = Non
         limits=limits,
         page_tokens=loaded.geometry.page_tokens,
         profiler=profiler,
+        compilations=lambda: compiled.count,
     )
 
 

@@ -7,6 +7,7 @@ gateways and probes learn the phase from the answer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 from grpc_health.v1 import health, health_pb2
@@ -28,12 +29,14 @@ class Served:
     Attributes:
       page_tokens: tokens in a page of the pool.
       profiler: traces steps of the engine; None where nothing can be traced.
+      compilations: how many programs were compiled since the steps were; each held a request up.
     """
 
     engine: Engine[Any]
     limits: Limits
     page_tokens: int
     profiler: Profiler | None = None
+    compilations: Callable[[], int] = lambda: 0
 
 
 class Lifecycle:

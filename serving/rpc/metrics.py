@@ -128,6 +128,11 @@ class Metrics(Collector):
             age = GaugeMetricFamily("k3jax_step_age_seconds", "Age of the oldest step in flight.")
             age.add_metric((), served.engine.step_age_s())
             yield age
+            compilations = CounterMetricFamily(
+                "k3jax_compilations", "Programs compiled while serving; each held requests up."
+            )
+            compilations.add_metric((), served.compilations())
+            yield compilations
 
 
 class RequestMetrics:
