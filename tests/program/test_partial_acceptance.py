@@ -16,19 +16,24 @@ import pytest
 
 from k3jax.buckets import Bucket
 from k3jax.cache_spec import cache_spec
+from k3jax.draft.config import DraftConfig
 from k3jax.paged_model import PagedModel
 from k3jax.step import serving_step
+from tests import tiny
 from tests.models import Row, open_model, program_of, relative_error, start_plans
-from tests.program.test_draft_model import CFG, NUM_DRAFTS, PREFILL, VERIFY, draft_config
+from tests.unit.test_draft_config import SMALL_MLA
 
-DRAFT = draft_config("mla")
+CFG = tiny.tiny_config()
+DRAFT = DraftConfig.from_hf(SMALL_MLA | {"target_layer_ids": [0, 2, 4]})
 SPEC = cache_spec(CFG, tp=1, dtype="float32", draft=DRAFT)
 GROUPS = SPEC.recurrent_groups
-PAGE = 40
+NUM_DRAFTS, PAGE = 3, 40
 NUM_POSITIONS = len(CFG.mla_layers) + SPEC.draft_positions
 # A window that is not full yet; a block that crosses a page's edge, or begins or ends at one.
 LENGTHS = (1, 38, 40, 76)
+PREFILL = Bucket("prefill", sum(LENGTHS), 4, 3)
 DECODE = Bucket("decode", 4, 4, 3)
+VERIFY = Bucket("decode", 4 * (1 + NUM_DRAFTS), 4, 3)
 SOURCES = ((13, 14), (15, 16), (17, 18), (19, 20))  # states after the prompts, only read
 ROWS = [
     Row(

@@ -42,12 +42,14 @@ def test_a_peer_has_a_line_with_its_time_or_why_there_is_none() -> None:
 def test_a_peers_time_is_compared_with_the_floor_and_with_xla(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def process(case: Case, expected: tuple[str, ...], *options: str) -> list[dict[str, Any]]:
+    def process(
+        case: Case, expected: tuple[str, ...], limit_s: float, *options: str
+    ) -> list[dict[str, Any]]:
         us = 40.0 if options else 20.0
         assert options == (("--peer", "other") if expected == ("other",) else ())
         return [{"implementation": expected[0], "us": us} | ({} if options else {"floor_us": 10.0})]
 
     monkeypatch.setattr(bench_kernels, "_process", process)
-    xla, other = bench_kernels._run(_case(other=_missing))
+    xla, other = bench_kernels._run(_case(other=_missing), jobs=1)
     assert xla["times_xla"] == 1
     assert (other["times_xla"], other["floor_us"], other["times_floor"]) == (2, 10, 4)
