@@ -80,7 +80,8 @@ class Process:
         command = [
             *(sys.executable, "scripts/serve.py", "--port", "0", "--dtype", "float32"),
             *("--metrics-port", str(args.metrics_port), "--max-rows", str(args.max_rows)),
-            *("--max-context", "2048", "--speculate", args.speculate),
+            *("--max-context", "2048", "--max-waiting-tokens", str(2048 * args.clients)),
+            *("--speculate", args.speculate),
             *([] if args.num_pages is None else ["--num-pages", str(args.num_pages)]),
             *([] if args.cache_dir is None else ["--cache-dir", str(args.cache_dir)]),
         ]
