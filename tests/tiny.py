@@ -102,6 +102,13 @@ def tiny_config(*, packed: bool = True, **overrides: Any) -> ModelConfig:
     return ModelConfig.from_hf(tiny_json(packed=packed, **overrides))
 
 
+def short_config() -> ModelConfig:
+    """One layer of each kind: KDA with a dense network, KDA and MLA with experts."""
+    return tiny_config(
+        num_hidden_layers=3, linear_attn_config={"kda_layers": [1, 2], "full_attn_layers": [3]}
+    )
+
+
 def write_tiny_checkpoint(
     folder: Path, *, packed: bool = True, seed: int = 0, num_shards: int = 2, **overrides: Any
 ) -> ModelConfig:

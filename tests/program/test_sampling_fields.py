@@ -24,7 +24,7 @@ from tests.program.test_serving_loop import request as plain_request
 MAX_TOKENS = 12
 # Of each prompt of the serving loop's tests: what it asks for.
 ASKED: dict[int, dict[str, Any]] = {
-    1: {"presence_penalty": -2.0, "frequency_penalty": 1.2, "logprobs": 3},
+    1: {"presence_penalty": -2.0, "frequency_penalty": 0.4, "logprobs": 3},
     2: {"repetition_penalty": 0.4, "logprobs": 0},
     3: {"logit_bias": ((7, 2.5), (11, -100.0)), "frequency_penalty": -0.7, "logprobs": 20},
     4: {"min_tokens": 6, "stop_token_ids": tuple(range(0, CFG.vocab_size, 2)), "logprobs": 2},

@@ -22,7 +22,7 @@ from tests import tiny
 from tests.fakes import SchedulerDriver
 from tests.models import StepExecutor, open_model, program_of
 
-CFG = tiny.tiny_config()
+CFG = tiny.short_config()
 ENGINE = EngineConfig(
     dtype="float32", max_rows=4, max_context_tokens=120, max_prefill_tokens=64, max_prefill_rows=2
 )

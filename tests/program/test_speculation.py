@@ -28,7 +28,7 @@ from tests import tiny
 from tests.fakes import SchedulerDriver
 from tests.models import StepExecutor, open_model, program_of
 
-CFG = tiny.tiny_config()
+CFG = tiny.short_config()
 NUM_DRAFTS, NUM_PAGES, MAX_TOKENS = 3, 26, 30
 # Around the page of 40 tokens and the chunk of 64.
 LENGTHS = (1, 7, 39, 40, 41, 64, 65, 80)
