@@ -1,10 +1,11 @@
-"""Penalties and biases of a row's logits, from the buffers that `k3jax.controls` describes.
+"""Penalties, biases and masks of a row's logits, from the buffers that `k3jax.controls` describes.
 
 With `c` the times that a token was generated, in this order:
 
     logit += its bias, as long as that holds
     logit  = logit / r if it is positive, else logit * r, if the token is in prompt or output
     logit -= frequency * c + presence * (c > 0)
+    logit  = -inf, if its row has a mask and the token is not in it
 
 A row that asks for nothing keeps its logits bit by bit, whatever its neighbours ask for.
 """
@@ -32,23 +33,26 @@ def adjusted(
     drafts_SN: Int32[Array, "S N"],
     counts_RV: Int32[Array, "R V"],
     biases_R3K: Int32[Array, "R 3 K"],
+    masks_RW: Int32[Array, "R W"],
     positions: Int32[Array, " S"],
     fields: Mapping[str, Array],
 ) -> Float32[Array, "S X V"]:
-    """Logits after biases and penalties.
+    """Logits after biases, penalties and masks.
 
     Args:
       logits_SXV: of the target after each row's newest token and after each of its drafts.
       drafts_SN: those drafts; a place is penalised as if all before it were generated.
       positions: of the token that follows the newest one, in its sequence.
-      fields: of the step's inputs.
+      fields: of the step's inputs. A row with a mask has no drafts.
     """
     slots = fields["slots"]
     biased = _biased(logits_SXV, biases_R3K[slots], positions, fields["biased"])
-    return jax.vmap(_penalised)(
+    penalised = jax.vmap(_penalised)(
         biased, drafts_SN, counts_RV[slots], fields["presence"], fields["frequency"],
         fields["repetition"],
     )  # fmt: skip
+    allowed_SV = _bits(masks_RW[slots], logits_SXV.shape[-1]) | (fields["masked"] == 0)[:, None]
+    return jnp.where(allowed_SV[:, None], penalised, -jnp.inf)
 
 
 def count(
@@ -72,6 +76,16 @@ def set_controls(
     row = jnp.where(is_first != 0, 0, counts_RV[slot]).at[tokens].set(values, mode="drop")
     biases = call[2 + 2 * COUNT_WIDTH :].reshape(3, MAX_BIASES)
     return counts_RV.at[slot].set(row), biases_R3K.at[slot].set(biases)
+
+
+def set_masks(masks_RW: Int32[Array, "R W"], call: Int32[Array, "N n"]) -> Int32[Array, "R W"]:
+    """Carry out one call of `k3jax.controls.mask_calls` on the buffer of a replica."""
+    return masks_RW.at[call[:, 0]].set(call[:, 1:])
+
+
+def _bits(masks_SW: Int32[Array, "S W"], vocab: int) -> Bool[Array, "S V"]:
+    token_V = jnp.arange(vocab, dtype=jnp.int32)
+    return (masks_SW[:, token_V // 32] >> (token_V % 32)[None]) & 1 != 0
 
 
 def _biased(

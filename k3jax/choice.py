@@ -37,7 +37,7 @@ class Asked(NamedTuple):
 
 def asked_of(fields: Mapping[str, Array]) -> Asked:
     """What the rows of all replicas ask for, from their inputs `[dp, S]`."""
-    changes = is_penalised(fields) | (fields["biased"] != 0)
+    changes = is_penalised(fields) | (fields["biased"] != 0) | (fields["masked"] != 0)
     return Asked(jnp.any(changes), jnp.any(fields["logprobs"] != 0), jnp.any(fields["scored"] != 0))
 
 
@@ -82,7 +82,13 @@ def choose(
         logits = lax.cond(
             asked.adjusted,
             lambda: adjusted(
-                logits_SXV, drafts_SN, buffers.counts, buffers.biases, positions, fields
+                logits_SXV,
+                drafts_SN,
+                buffers.counts,
+                buffers.biases,
+                buffers.masks,
+                positions,
+                fields,
             ),
             lambda: logits_SXV,
         )

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from k3jax import inputs
 from k3jax.buckets import Bucket
 from k3jax.config import ConfigError
-from k3jax.controls import CALL_SIZE
+from k3jax.controls import CALL_SIZE, MASK_ROWS, mask_words
 from k3jax.layers import param_dtype
 from k3jax.pool import abstract_pool
 from k3jax.program import Program, RowBuffers
@@ -30,6 +30,7 @@ from k3jax.step import (
     clearing_step,
     controlling_step,
     copying_step,
+    masking_step,
 )
 from sharding.mesh import AnyMesh
 
@@ -136,6 +137,14 @@ def compile_controlling(program: Program, mesh: Mesh) -> jax.stages.Compiled:
     )
     step = controlling_step(program, mesh)
     return step.lower(buffers.counts, buffers.biases, array).compile()
+
+
+def compile_masking(program: Program, mesh: Mesh) -> jax.stages.Compiled:
+    """Compile the program that sets masks of rows."""
+    buffers = abstract_arguments(program, mesh, Bucket("decode", 1, 1, 1))[2]
+    shape = (program.parallel.dp, MASK_ROWS, 1 + mask_words(program.cfg.vocab_size))
+    array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return masking_step(program, mesh).lower(buffers.masks, array).compile()
 
 
 def _compile_pages(

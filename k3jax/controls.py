@@ -13,9 +13,14 @@ nothing hold whatever was there, and are not read.
 |---|---|---|
 | counts | int32 [R, V] | how often a token was generated, and `IN_PROMPT` if the prompt has it |
 | biases | int32 [R, 3, K] | tokens, bits of the float32 to add, position from which on no more |
+| masks | int32 [R, W] | a bit for each token, 32 a word, lowest first: whether it may come next |
 
 A call that sets entries takes one int32 array `[dp, n]` of one row a replica: its slot, whether it
 is the first call for this row, up to `COUNT_WIDTH` tokens with their counts, and the biases.
+
+What a grammar lets come next depends on the token before. So the host sets the mask of such a row
+before every step that draws a token of it, and does not plan these rows ahead. A call takes
+`[dp, MASK_ROWS, 1 + W]`: slots and words.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ IN_PROMPT = 1 << 30
 MAX_BIASES = 1024  # K, of a row
 COUNT_WIDTH = 2048  # tokens of one call
 CALL_SIZE = 2 + 2 * COUNT_WIDTH + 3 * MAX_BIASES
+MASK_ROWS = 4  # of one call
 FOREVER = 2**31 - 1
 NO_TOKEN = FOREVER  # beyond every vocabulary: such an entry is dropped
 
@@ -54,6 +60,35 @@ class RowControls(NamedTuple):
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     biases: tuple[Bias, ...]
+
+
+class RowMask(NamedTuple):
+    """Which tokens may come next in a row; see `masks` above."""
+
+    slot: int
+    words: Int32[np.ndarray, " W"]
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of a mask."""
+    return -(-vocab_size // 32)
+
+
+def mask_calls(
+    masks: Sequence[Sequence[RowMask]], vocab_size: int, scratch_slot: int
+) -> Iterator[Int32[np.ndarray, "dp rows n"]]:
+    """Arrays of the calls that set the masks of each replica's rows.
+
+    Args:
+      scratch_slot: as for `calls`.
+    """
+    for start in range(0, max(map(len, masks)), MASK_ROWS):
+        packed = np.zeros((len(masks), MASK_ROWS, 1 + mask_words(vocab_size)), np.int32)
+        packed[..., 0] = scratch_slot
+        for places, of_replica in zip(packed, masks, strict=True):
+            for place, mask in zip(places, of_replica[start : start + MASK_ROWS], strict=False):
+                place[0], place[1:] = mask
+        yield packed
 
 
 def calls(

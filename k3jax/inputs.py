@@ -44,6 +44,7 @@ class StepInputs:
       seeds: of the row's random stream.
       presence, frequency: penalties; 0 is off. repetition: 1 is off.
       biased: 1 where the biases of the row's slot count.
+      masked: 1 where the mask of the row's slot counts.
       logprobs: 1 where the log probabilities of new tokens are asked for.
       scored: 1 where those of the row's tokens, of a prompt, are asked for; only in prefill.
       following: the prompt's token behind those of the row, for that.
@@ -68,6 +69,7 @@ class StepInputs:
     frequency: Float32[np.ndarray, " S"]
     repetition: Float32[np.ndarray, " S"]
     biased: Int32[np.ndarray, " S"]
+    masked: Int32[np.ndarray, " S"]
     logprobs: Int32[np.ndarray, " S"]
     scored: Int32[np.ndarray, " S"]
     following: Int32[np.ndarray, " S"]
@@ -102,6 +104,7 @@ FIELDS: tuple[Field, ...] = (
     Field("frequency", np.float32, lambda b, g: (b.rows,)),
     Field("repetition", np.float32, lambda b, g: (b.rows,)),
     Field("biased", np.int32, lambda b, g: (b.rows,)),
+    Field("masked", np.int32, lambda b, g: (b.rows,)),
     Field("logprobs", np.int32, lambda b, g: (b.rows,)),
     Field("scored", np.int32, lambda b, g: (b.rows,)),
     Field("following", np.int32, lambda b, g: (b.rows,)),

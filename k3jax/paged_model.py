@@ -15,6 +15,7 @@ from k3jax.compile import (
     compile_clearing,
     compile_controlling,
     compile_copying,
+    compile_masking,
     compile_steps,
     initial_state,
 )
@@ -51,6 +52,7 @@ class PagedModel:
         self._clear = compile_clearing(program, mesh)
         self._copy = compile_copying(program, mesh)
         self._control = compile_controlling(program, mesh)
+        self._mask = compile_masking(program, mesh)
         self.pool, self._buffers = initial_state(program, mesh)
 
     def clear(self, pages: Sequence[Sequence[int]]) -> None:
@@ -82,6 +84,10 @@ class PagedModel:
         """Set the sampling controls of one row of each replica; see `k3jax.controls.calls`."""
         counts, biases = self._control(self._buffers.counts, self._buffers.biases, call)
         self._buffers = self._buffers._replace(counts=counts, biases=biases)
+
+    def mask(self, call: Int32[np.ndarray, "dp rows n"]) -> None:
+        """Set masks of some rows of each replica; see `k3jax.controls.mask_calls`."""
+        self._buffers = self._buffers._replace(masks=self._mask(self._buffers.masks, call))
 
     def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> Any:
         """Run one step on packed inputs, which must not be changed afterwards (KF-C20).

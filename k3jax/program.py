@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from k3jax.cache_spec import layer_groups
 from k3jax.config import DraftSampling, Dtype, ModelConfig
-from k3jax.controls import MAX_BIASES
+from k3jax.controls import MAX_BIASES, mask_words
 from k3jax.draft.cache import DraftCache
 from k3jax.draft.config import DraftConfig
 from k3jax.param_spec import ParamTree
@@ -34,13 +34,14 @@ class RowBuffers(NamedTuple):
       tokens: int32 [R, X]: newest token, then the drafts of those behind it.
       scores: float32 [R, N, V]: log probabilities that each draft was drawn from; N is 0 where
         drafts are certain.
-      counts, biases: see `k3jax.controls`.
+      counts, biases, masks: see `k3jax.controls`.
     """
 
     tokens: Any
     scores: Any
     counts: Any
     biases: Any
+    masks: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class Program:
             jax.ShapeDtypeStruct((rows, scored, self.cfg.vocab_size), jnp.float32),
             jax.ShapeDtypeStruct((rows, self.cfg.vocab_size), jnp.int32),
             jax.ShapeDtypeStruct((rows, 3, MAX_BIASES), jnp.int32),
+            jax.ShapeDtypeStruct((rows, mask_words(self.cfg.vocab_size)), jnp.int32),
         )
 
     @property
@@ -117,4 +119,4 @@ class Program:
         """`PartitionSpec` of each row buffer."""
         flat = partition_spec(("replicas", None), self.parallel)
         deep = partition_spec(("replicas", None, None), self.parallel)
-        return RowBuffers(tokens=flat, scores=deep, counts=flat, biases=deep)
+        return RowBuffers(tokens=flat, scores=deep, counts=flat, biases=deep, masks=flat)

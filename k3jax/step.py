@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, UInt16
 
 from k3jax import speculation
-from k3jax.adjust import count, set_controls
+from k3jax.adjust import count, set_controls, set_masks
 from k3jax.buckets import Bucket
 from k3jax.choice import asked_of, scored
 from k3jax.pool import clear_pages, copy_pages
@@ -130,6 +130,31 @@ def controlling_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
         donate_argnums=(0, 1),
         in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
         out_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
+    )
+
+
+def masking_step(program: Program, mesh: AnyMesh) -> jax.stages.Wrapped:
+    """The jitted program that sets masks of some rows of each replica.
+
+    Call it before each step of such a row; see `k3jax.controls`.
+
+    Returns:
+      `(masks, packed) -> masks`, with this row buffer donated; `packed` is int32 `[dp, MASK_ROWS,
+      1 + W]`.
+    """
+    spec = program.buffer_specs.masks
+
+    def step(masks: Array, packed: Int32[Array, "dp rows n"]) -> Array:
+        return set_masks(masks, packed[collectives.replica()])
+
+    step.__name__ = set_masks.__name__
+    return jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
+        ),
+        donate_argnums=0,
+        in_shardings=(NamedSharding(mesh, spec), NamedSharding(mesh, PartitionSpec())),
+        out_shardings=NamedSharding(mesh, spec),
     )
 
 

@@ -19,16 +19,18 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
+from k3jax.controls import RowMask
 from serving import replicas, scheduler
 from serving.counts import Counts, Totals, count
+from serving.grammars import GrammarMatcher
 from serving.inbox import Abort, Drain, Event, Flush, Inbox, OnOutput, Pause, Resume, Stop, Submit
 from serving.kv_events.news import OnNews, Watch
 from serving.page_table import InUse, PageTable
-from serving.plan import GroupPlan, GroupResult, Output
+from serving.plan import GroupPlan, GroupResult, Output, RowPlan
 from serving.record import Committed, Ended, Flushed, Planned, Recorder, Submitted
 from serving.replicas import Replicas
 from serving.request import Request, RequestError
@@ -102,6 +104,7 @@ class Engine[Handle]:
         self._totals = Totals(generated_tokens=(0,) * len(tables))
         self._on_output: dict[str, OnOutput] = {}
         self._matchers: dict[str, StopMatcher] = {}
+        self._grammars: dict[str, GrammarMatcher] = {}
         self._paused: set[str] = set()
         self._in_flight: collections.deque[tuple[Handle, float]] = collections.deque()
         self._drains: list[Future[None]] = []
@@ -127,7 +130,12 @@ class Engine[Handle]:
         return not self._thread.is_alive()
 
     def submit(
-        self, request: Request, on_output: OnOutput, *, matcher: StopMatcher | None = None
+        self,
+        request: Request,
+        on_output: OnOutput,
+        *,
+        matcher: StopMatcher | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> Future[None]:
         """Hand in a request.
 
@@ -135,6 +143,7 @@ class Engine[Handle]:
           on_output: called from the engine's thread, after acceptance, for each output of the
             request. It must not block; if it raises, the request is aborted.
           matcher: finds the stop strings of the request, if it has any.
+          grammar: says which tokens may come next, if the request has a grammar.
 
         Returns:
           Done once the engine has accepted the request. Fails with `RequestError` if it is refused,
@@ -146,7 +155,7 @@ class Engine[Handle]:
         except RequestError as error:
             accepted.set_exception(error)
             return accepted
-        self._post(Submit(request, on_output, accepted, self._chain_of(request), matcher))
+        self._post(Submit(request, on_output, accepted, self._chain_of(request), matcher, grammar))
         return accepted
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -213,6 +222,8 @@ class Engine[Handle]:
         after, step = replicas.plan(self._replicas, self._limits, paused=self._paused)
         self._become(after)
         if step is not None:
+            if self._grammars:
+                step = self._masked(step)
             self._in_flight.append((self._executor.dispatch(step), self._clock()))
             self._note_oldest_step()
         has_result_due = len(self._in_flight) > (0 if step is None else 1)
@@ -230,6 +241,10 @@ class Engine[Handle]:
         self._recorder.write(Committed(result))
         after, outputs = replicas.commit(self._replicas, result)
         self._become(after, outputs)
+        if self._grammars:
+            for output in itertools.chain.from_iterable(outputs):
+                if (grammar := self._grammars.get(output.request_id)) is not None:
+                    grammar.accept(output.token_ids)
         if self._matchers:
             outputs = tuple(tuple(map(self._end_at_stop, part)) for part in outputs)
         generated = tuple(sum(len(output.token_ids) for output in part) for part in outputs)
@@ -237,6 +252,19 @@ class Engine[Handle]:
         self._show()
         for output in itertools.chain.from_iterable(outputs):
             self._deliver(output)
+
+    def _masked(self, step: GroupPlan) -> GroupPlan:
+        """The step with what the grammars let come next. Such a row has no token in flight."""
+
+        def masks(rows: Sequence[RowPlan]) -> Iterator[RowMask]:
+            for row in rows:
+                if row.samples and row.sampling.grammar is not None:
+                    yield RowMask(row.slot, self._grammars[row.request_id].mask())
+
+        plans = (
+            one and dataclasses.replace(one, masks=tuple(masks(one.rows))) for one in step.plans
+        )
+        return dataclasses.replace(step, plans=tuple(plans))
 
     def _become(self, after: Replicas, outputs: Sequence[Sequence[Output]] = ()) -> None:
         """Enter the replicas' next state; `outputs` are those of the commit that led to it."""
@@ -304,6 +332,8 @@ class Engine[Handle]:
         self._on_output[event.request.request_id] = event.on_output
         if event.matcher is not None:
             self._matchers[event.request.request_id] = event.matcher
+        if event.grammar is not None:
+            self._grammars[event.request.request_id] = event.grammar
         prompt_tokens = self._totals.prompt_tokens + len(event.request.prompt)
         self._totals = self._totals._replace(prompt_tokens=prompt_tokens)
         self._show()
@@ -348,6 +378,7 @@ class Engine[Handle]:
     def _forget(self, request_id: str) -> None:
         self._on_output.pop(request_id, None)
         self._matchers.pop(request_id, None)
+        self._grammars.pop(request_id, None)
         self._paused.discard(request_id)
 
     def _resolve_drains(self) -> None:

@@ -42,7 +42,7 @@ class Executor:
 
     def dispatch(self, plan: GroupPlan) -> Handle:
         """Start a step. Before it, the pages it hands out are cleared, then some are copied, and
-        the controls of new requests are set."""
+        the controls of new requests and the masks of grammars are set."""
         program = self._model.program
         self._model.clear([one.clear_pages if one else () for one in plan.plans])
         self._model.copy([one.copies if one else () for one in plan.plans])
@@ -50,6 +50,10 @@ class Executor:
             new = [one.controls if one else () for one in plan.plans]
             for call in controls.calls(new, program.max_rows):
                 self._model.control(call)
+        if any(one.masks for one in plan.plans if one):
+            masks = [one.masks if one else () for one in plan.plans]
+            for call in controls.mask_calls(masks, program.cfg.vocab_size, program.max_rows):
+                self._model.mask(call)
         packed = pack_group(plan, program.num_recurrent_groups, program.max_rows)
         arrays = self._model.run(plan.bucket, packed)
         special = [

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from serving.grammars import GrammarMatcher
 from serving.page_table import KeyChain
 from serving.plan import Output
 from serving.request import Request
@@ -22,14 +23,15 @@ OnOutput = Callable[[Output], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request with the prefix keys of its prompt and what finds its stop strings, if it has
-    any; `accepted` tells its sender the engine's decision."""
+    """A new request with the prefix keys of its prompt, what finds its stop strings and what its
+    grammar allows, if it has any; `accepted` tells its sender the engine's decision."""
 
     request: Request
     on_output: OnOutput
     accepted: Future[None]
     chain: KeyChain
     matcher: StopMatcher | None = None
+    grammar: GrammarMatcher | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

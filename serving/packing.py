@@ -79,6 +79,7 @@ def _fill_special(inputs: StepInputs, index: int, row: RowPlan) -> None:
     inputs.frequency[index] = one.frequency_penalty
     inputs.repetition[index] = one.repetition_penalty
     inputs.biased[index] = one.has_biases
+    inputs.masked[index] = one.grammar is not None
     inputs.logprobs[index] = one.logprobs is not None and row.samples
     inputs.scored[index] = row.scored
     inputs.following[index] = row.following

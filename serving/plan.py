@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from k3jax.buckets import Bucket
-from k3jax.controls import RowControls
+from k3jax.controls import RowControls, RowMask
 from k3jax.results import TokenLogprobs
 from serving.request import RequestError, SamplingParams
 
@@ -112,6 +112,7 @@ class StepPlan:
         copies, or both source and target.
       admitted: requests whose first row this is, in order.
       controls: of those that need some; to be set before the forward pass.
+      masks: of the rows with a grammar that sample; likewise.
     """
 
     step_id: int
@@ -121,6 +122,7 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
     admitted: tuple[Admission, ...] = ()
     controls: tuple[RowControls, ...] = ()
+    masks: tuple[RowMask, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ from serving import replicas
 from serving.page_table import CachePolicy, InUse, PageGeometry, PageTable, empty_table
 from serving.plan import GroupPlan, GroupResult, Output, StepResult
 from serving.replicas import Replicas
-from serving.request import Request, RequestError, SamplingParams
+from serving.request import Grammar, Request, RequestError, SamplingParams
 from serving.scheduler import Limits
 
 logger = logging.getLogger(__name__)
@@ -257,6 +257,8 @@ def _decode(line: dict[str, Any]) -> Event | Setup:
 def _decode_sampling(values: dict[str, Any]) -> SamplingParams:
     """Lines of older records lack what was added since, and its defaults are right for them."""
     known = {name: value for name, value in values.items() if name != "is_plain"}
+    if known.get("grammar") is not None:
+        known["grammar"] = Grammar(*known["grammar"])
     pairs = tuple((int(token), float(value)) for token, value in known.get("logit_bias", ()))
     return _make(
         SamplingParams, {"stop": ()} | known | {"logit_bias": pairs}, "stop_token_ids", "stop"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from k3jax.controls import MAX_BIASES, Bias
 from k3jax.results import MAX_LOGPROBS
@@ -25,6 +25,8 @@ Status = Literal[
     "DATA_LOSS",
     "INTERNAL",
 ]
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
@@ -48,6 +50,18 @@ class RequestError(Exception):
 
 class InvariantError(Exception):
     """A bug: the host state contradicts itself. Stops the engine."""
+
+
+class Grammar(NamedTuple):
+    """What an answer has to be.
+
+    Attributes:
+      kind: name of the field that asks for it.
+      text: the JSON schema, expression or grammar; the choices as a JSON list.
+    """
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +90,8 @@ class SamplingParams:
       logprobs: how many of the largest log probabilities are told with that of each new token;
         None tells none.
       prompt_logprobs: the same for the tokens of the prompt.
+      grammar: what the answer has to be; its tokens are masked, so it has no drafts and is not
+        planned ahead.
       is_plain: whether the device needs no more than temperature, top-k, top-p and seed.
 
     Raises:
@@ -99,6 +115,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
     # Of every row in every step: worth to be known beforehand.
     is_plain: bool = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -130,6 +147,16 @@ class SamplingParams:
         _check_stops(self.stop)
         is_plain = not self.min_p and self.logprobs is None and self.prompt_logprobs is None
         is_plain = is_plain and not self.has_penalties and not self.has_biases
+        if self.grammar is not None:
+            is_plain = False
+            for name in ("ignore_eos", "min_tokens"):
+                if getattr(self, name):
+                    raise RequestError(
+                        "INVALID_ARGUMENT",
+                        f"{name} cannot be set beside {self.grammar.kind}: got "
+                        f"{getattr(self, name)}; expected none, since the grammar says where the "
+                        "answer ends",
+                    )
         object.__setattr__(self, "is_plain", is_plain)
 
     @property

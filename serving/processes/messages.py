@@ -23,7 +23,8 @@ class Kind(enum.IntEnum):
     """Kinds of messages. L: only host 0 sends it; W: only the others do.
 
     HELLO (W) tells what must agree, WELCOME (L) that it does. ARRIVED (W) ends a phase of the
-    start, PROCEED (L) begins the next. CLEAR, COPY, CONTROL, RUN (L) are device calls, numbered.
+    start, PROCEED (L) begins the next. CLEAR, COPY, CONTROL, MASK, RUN (L) are device calls,
+    numbered.
     DRAIN (W) asks for the end of the server, STOP (L) ends the receiver, FAILED (W) tells why the
     sender ends. BEAT shows that the sender lives; that of W acknowledges calls and steps.
     """
@@ -40,9 +41,10 @@ class Kind(enum.IntEnum):
     FAILED = 10
     BEAT = 11
     CONTROL = 12
+    MASK = 13
 
 
-CALLS = frozenset({Kind.CLEAR, Kind.COPY, Kind.CONTROL, Kind.RUN})
+CALLS = frozenset({Kind.CLEAR, Kind.COPY, Kind.CONTROL, Kind.MASK, Kind.RUN})
 
 
 def pack_json(value: Any) -> bytes:
@@ -66,7 +68,7 @@ def unpack_beat(body: bytes) -> tuple[int, int]:
 
 
 def pack_run(bucket_idx: int, packed: Int32[np.ndarray, "dp n"]) -> bytes:
-    """The body of RUN, and of CONTROL, which has no bucket: 0."""
+    """The body of RUN, and of CONTROL and MASK, which have no bucket: 0."""
     return _RUN.pack(bucket_idx, *packed.shape) + packed.tobytes()
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from k3jax.buckets import Bucket
+from k3jax.controls import MASK_ROWS
 from serving.processes.channel import Message
 from serving.processes.leader import Leader
 from serving.processes.messages import (
@@ -51,6 +52,10 @@ class Model(Protocol):
         """Set the sampling controls of one row of each replica."""
         ...
 
+    def mask(self, call: Int32[np.ndarray, "dp rows n"]) -> None:
+        """Set masks of some rows of each replica."""
+        ...
+
     def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> Any:
         """Start a step."""
         ...
@@ -86,6 +91,12 @@ class SharedModel:
         self._leader.send_call(Kind.CONTROL, pack_run(0, call))
         self._model.control(call)
 
+    def mask(self, call: Int32[np.ndarray, "dp rows n"]) -> None:
+        """Set masks of some rows of each replica, everywhere."""
+        flat = call.reshape(len(call), -1)
+        self._leader.send_call(Kind.MASK, pack_run(0, flat))
+        self._model.mask(call)
+
     def run(self, bucket: Bucket, packed: Int32[np.ndarray, "dp n"]) -> Any:
         """Start a step everywhere, and return this process's result."""
         self._leader.send_call(Kind.RUN, pack_run(self._indices[bucket], packed))
@@ -101,6 +112,9 @@ def make_call(model: Model, buckets: Sequence[Bucket], message: Message) -> Pend
             return model.copy(unpack_lists(message.body, 3))
         case Kind.CONTROL:
             return model.control(unpack_run(message.body)[1])
+        case Kind.MASK:
+            flat = unpack_run(message.body)[1]
+            return model.mask(flat.reshape(len(flat), MASK_ROWS, -1))
         case _:
             bucket_idx, packed = unpack_run(message.body)
             return model.run(buckets[bucket_idx], packed)

@@ -7,13 +7,14 @@ value that asks for nothing (KF-V22). A field that is in no table is refused too
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from serving.request import MAX_UINT32, RequestError, SamplingParams
+from serving.request import MAX_UINT32, Grammar, RequestError, SamplingParams
 from serving.rpc.protocol import common, messages
 from serving.tokenizer import Tokenizer
 
@@ -81,13 +82,13 @@ SAMPLING_FIELDS: Mapping[str, Rule] = {
     "logprobs": Honoured(),
     "prompt_logprobs": Honoured(),
     "truncate_prompt_tokens": Honoured(),
-    "json_schema": Refused(),
-    "regex": Refused(),
-    "grammar": Refused(),
-    "structural_tag": Refused(),
-    "json_object": Refused(neutral=(False,)),
-    "choice": Refused(),
-    "grammar_from_first_token": Refused(),
+    "json_schema": Honoured(),
+    "regex": Honoured(),
+    "grammar": Honoured(),
+    "structural_tag": Honoured(),
+    "json_object": Honoured(),
+    "choice": Honoured(),
+    "grammar_from_first_token": Honoured("ours always do"),
 }
 PROFILE_FIELDS: Mapping[str, Rule] = {
     "output_dir": Honoured(),
@@ -223,6 +224,12 @@ def sampling_params(
             "UNIMPLEMENTED",
             "stop is not supported: the served model has no tokenizer; use stop_token_ids",
         )
+    grammar = _grammar(params)
+    if grammar is not None and not has_tokenizer:
+        raise RequestError(
+            "UNIMPLEMENTED",
+            f"{grammar.kind} is not supported: the served model has no tokenizer; leave it out",
+        )
     # Nothing is masked by a limit that is no limit, and the device takes 32-bit signed numbers.
     top_k = params.top_k if params.top_k < vocab_size else 0
     # Negative seeds are as good as others: the device takes their bits.
@@ -248,7 +255,28 @@ def sampling_params(
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        grammar=grammar,
     )
+
+
+def _grammar(params: messages.SamplingParams) -> Grammar | None:
+    """What the answer has to be, if anything.
+
+    Raises:
+      RequestError: INVALID_ARGUMENT, there are no choices.
+    """
+    match params.WhichOneof("constraint"):
+        case None:
+            return None
+        case "json_object":
+            return Grammar("json_object", "") if params.json_object else None
+        case "choice":
+            choices = list(params.choice.choices)
+            if not all(choices) or not choices:
+                raise _invalid("choice is wrong: got none, or an empty one; expected strings")
+            return Grammar("choice", json.dumps(choices))
+        case kind:
+            return Grammar(kind, getattr(params, kind))
 
 
 def siblings(sampling: SamplingParams, count: int) -> list[SamplingParams]:

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from serving.counts import ReplicaCounts
+from serving.grammars import GrammarMatcher, Grammars
 from serving.page_table import InUse
 from serving.plan import Output
 from serving.profiler import Profiler, ProfilerStateError
@@ -98,6 +99,7 @@ class EngineService(protocol.Servicer):
     ):
         self._config, self._info, self._lifecycle = config, info, lifecycle
         self._tokenizer, self._bundle, self._draw_seed = tokenizer, bundle, draw_seed
+        self._grammars = Grammars(tokenizer, info.vocab_size) if tokenizer is not None else None
         self.metrics = Metrics(lifecycle)
         self._bridge = OutputBridge(asyncio.get_running_loop())
         self._publisher = KvPublisher(config.num_replicas, config.unit_tokens)
@@ -413,20 +415,30 @@ class EngineService(protocol.Servicer):
         """Wait until the engine has accepted all requests, unless they were aborted before.
 
         Raises:
-          RequestError: the engine refused one.
+          RequestError: the engine refused one, or its grammar is not understood.
         """
+        grammars = [await self._grammar(request) for request in requests]
         if any(stream.has_ended for stream in call.streams.values()):
             return
         call.is_submitted = True
         accepted: list[Future[None]] = []
-        for request, stream in zip(requests, call.streams.values(), strict=True):
+        for request, stream, grammar in zip(requests, call.streams.values(), grammars, strict=True):
             on_output = functools.partial(self._bridge.post, stream)
             matcher = None
             if request.sampling.stop and self._tokenizer is not None:
                 matcher = StopMatcher(self._tokenizer, request.sampling)
-            accepted.append(served.engine.submit(request, on_output, matcher=matcher))
+            accepted.append(
+                served.engine.submit(request, on_output, matcher=matcher, grammar=grammar)
+            )
         for future in accepted:
             await asyncio.wrap_future(future)
+
+    async def _grammar(self, request: Request) -> GrammarMatcher | None:
+        """What follows the grammar of a request; compiled in a thread of its own."""
+        grammar = request.sampling.grammar
+        if grammar is None or self._grammars is None:
+            return None
+        return await asyncio.to_thread(self._grammars.matcher, grammar, request.eos_token_ids)
 
 
 async def _forward(

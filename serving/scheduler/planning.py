@@ -135,6 +135,9 @@ def _plan_running(
         else:
             if kind == "prefill" or start >= row.request.max_cached_tokens:
                 continue
+            has_grammar = row.request.sampling.grammar is not None
+            if has_grammar and request_id in ends:
+                continue  # the next mask depends on the token that is in flight
             if not num_drafts:
                 allocation = owners[request_id]
                 if start < allocation.quiet_until:  # by far the most steps
@@ -142,12 +145,14 @@ def _plan_running(
                     continue
             elif request_id in ends:
                 continue  # what was accepted decides where it goes on
-            wanted = drafting.num_drafts(
-                row.draft_rate, start, most=num_drafts, cost=limits.draft_cost
-            )
+            wanted = 0
+            if not has_grammar:
+                wanted = drafting.num_drafts(
+                    row.draft_rate, start, most=num_drafts, cost=limits.draft_cost
+                )
             # Drafts end with the context: no bucket has pages for more, and the pool may have none.
             end = min(start + min(1 + wanted, draft.budget), limits.max_request_tokens - 1)
-            if num_drafts and limits.drafter == "ngram":
+            if num_drafts and limits.drafter == "ngram" and not has_grammar:
                 room = min(end, row.request.max_cached_tokens) - start - 1
                 drafts = ngram.propose(
                     row.tokens(max(0, row.known - ngram.WINDOW_TOKENS), row.known), room

@@ -30,7 +30,6 @@ UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "structural_tag": "{}",
     "json_object": True,
     "choice": messages.ChoiceConstraint(choices=["a"]),
-    "grammar_from_first_token": True,
 }
 UNSUPPORTED_FIELDS: dict[str, Any] = {
     "kv_transfer_params": messages.KvTransferParams(remote_host="h"),

@@ -11,19 +11,30 @@ import numpy as np
 import pytest
 
 from k3jax import controls
-from k3jax.adjust import adjusted, count, set_controls
-from k3jax.controls import CALL_SIZE, COUNT_WIDTH, IN_PROMPT, MAX_BIASES, Bias, RowControls
+from k3jax.adjust import adjusted, count, set_controls, set_masks
+from k3jax.controls import (
+    CALL_SIZE,
+    COUNT_WIDTH,
+    IN_PROMPT,
+    MASK_ROWS,
+    MAX_BIASES,
+    Bias,
+    RowControls,
+    RowMask,
+)
 from k3jax.logprobs import packed_logprobs
 from k3jax.results import unpack_logprobs
 
 VOCAB, ROWS, SLOTS = 23, 5, 3
-OFF: dict[str, Any] = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "biased": 0}
+OFF: dict[str, Any] = {
+    "presence": 0.0, "frequency": 0.0, "repetition": 1.0, "biased": 0, "masked": 0,
+}  # fmt: skip
 
 
 def fields_of(*rows: dict[str, Any], slots: list[int]) -> dict[str, jax.Array]:
     """Inputs of a step whose rows have some controls."""
     columns = {name: [(OFF | row)[name] for row in rows] for name in OFF}
-    kinds = {"biased": np.int32} | dict.fromkeys(
+    kinds = {"biased": np.int32, "masked": np.int32} | dict.fromkeys(
         ("presence", "frequency", "repetition"), np.float32
     )
     arrays = {name: jnp.asarray(np.array(columns[name], kinds[name])) for name in OFF}
@@ -81,8 +92,9 @@ def test_every_place_of_a_block_is_penalised_as_if_what_stands_before_it_were_ge
     logits = rng.standard_normal((4, SLOTS, VOCAB)).astype(np.float32)
     drafts = rng.integers(0, 6, (4, SLOTS - 1)).astype(np.int32)
     drafts[0] = 5  # twice the same
+    masks = jnp.zeros((ROWS + 1, 1), jnp.int32)  # of no row here
     got = adjusted(
-        jnp.asarray(logits), jnp.asarray(drafts), counts, entries, jnp.asarray(positions),
+        jnp.asarray(logits), jnp.asarray(drafts), counts, entries, masks, jnp.asarray(positions),
         fields_of(*rows, slots=slots),
     )  # fmt: skip
     for index, row in enumerate(rows):
@@ -143,3 +155,35 @@ def test_log_probabilities_are_those_of_the_softmax(vocab: int) -> None:
             assert one.top_ids == tuple(order)
             np.testing.assert_allclose(one.top, want[order], atol=1e-5)
             np.testing.assert_allclose(one.chosen, want[token], atol=1e-5)
+
+
+def test_a_row_with_a_mask_keeps_only_what_is_in_it() -> None:
+    rng, vocab = np.random.default_rng(1), 70  # the last word is not full
+    allowed = rng.random((3, vocab)) < 0.4
+    words = [
+        np.packbits(np.pad(row, (0, 96 - vocab)), bitorder="little").view(np.int32)
+        for row in allowed
+    ]
+    masks = jnp.full((ROWS + 1, 3), -1, jnp.int32)
+    rows = [[RowMask(slot, row) for slot, row in zip((4, 0, 3), words, strict=True)]]
+    for call in controls.mask_calls(rows, vocab, ROWS):
+        masks = set_masks(masks, jnp.asarray(call[0]))
+    slots, masked = [3, 1, 4, 0], [1, 0, 1, 0]
+    fields = fields_of(*({"masked": on} for on in masked), slots=slots)
+    logits = rng.standard_normal((4, 1, vocab)).astype(np.float32)
+    counts, entries = buffers_with(RowControls(0, (), (), ()), vocab=vocab)
+    got = adjusted(
+        jnp.asarray(logits), jnp.zeros((4, 0), jnp.int32), counts, entries, masks,
+        jnp.zeros(4, jnp.int32), fields,
+    )  # fmt: skip
+    want = logits.copy()
+    want[0, 0, ~allowed[2]] = want[2, 0, ~allowed[0]] = -np.inf
+    np.testing.assert_array_equal(got, want)
+
+
+def test_many_masks_take_several_calls() -> None:
+    rows = [[RowMask(slot, np.full(2, slot, np.int32)) for slot in range(6)], []]
+    calls = list(controls.mask_calls(rows, 40, 9))
+    assert [call.shape for call in calls] == [(2, MASK_ROWS, 3)] * 2
+    assert np.concatenate(calls, axis=1)[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 9, 9]
+    assert (np.concatenate(calls, axis=1)[1, :, 0] == 9).all()

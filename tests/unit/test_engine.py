@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 
+from serving import request
 from serving.engine import Engine
 from serving.page_table import empty_table
 from serving.plan import Output
@@ -449,3 +452,33 @@ def test_health_is_starting_until_the_thread_runs(start_server: StartServer):
     start_server(server)
     server.settle()
     assert server.engine.health().status == "serving"
+
+
+class Grammar:
+    """Masks that tell how many tokens it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def mask(self) -> np.ndarray:
+        return np.array([len(self.seen)], np.int32)
+
+    def accept(self, token_ids: Iterable[int]) -> None:
+        self.seen += token_ids
+
+
+def test_each_step_of_a_row_with_a_grammar_has_the_mask_of_all_tokens_before_it(
+    server: Server,
+) -> None:
+    asked = fake_request("g", max_tokens=5)
+    sampling = dataclasses.replace(asked.sampling, grammar=request.Grammar("regex", "a"))
+    asked = dataclasses.replace(asked, sampling=sampling)
+    client, grammar = Client(asked), Grammar()
+    plain = server.submit(fake_request("plain", max_tokens=9))
+    server.engine.submit(asked, client, grammar=grammar).result(WAIT_S)
+    client.wait()
+    plain.wait()
+    assert plain.tokens == solo_tokens(plain.request)
+    assert client.tokens == tuple(grammar.seen) == solo_tokens(asked)
+    masks = [mask.words.tolist() for plan in server.executor.plans for mask in plan.masks]
+    assert masks == [[0], [1], [2], [3], [4]]

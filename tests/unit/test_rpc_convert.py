@@ -10,7 +10,7 @@ import pytest
 from serving.request import RequestError, SamplingParams
 from serving.rpc import convert, edge, protocol, service
 from serving.rpc.convert import GENERATE_FIELDS, SAMPLING_FIELDS, TOKENIZED_FIELDS
-from serving.rpc.protocol import messages
+from serving.rpc.protocol import common, messages
 from serving.tokenizer import Tokenizer
 
 METHODS = [m.name for m in messages.DESCRIPTOR.services_by_name["VllmEngine"].methods]
@@ -42,12 +42,12 @@ def test_service_name_is_what_gateways_probe():
 
 def test_refusal_names_field_value_and_expectation_but_no_text_of_the_client():
     with pytest.raises(RequestError) as error:
-        convert.check_fields(sampling_request(json_object=True))
+        convert.check_profile_fields(common.StartProfileRequest(profile_by_stage=True))
     assert error.value.message == (
-        "json_object is not supported: got True; expected none or False; leave it out"
+        "profile_by_stage is not supported: got True; expected none or False; leave it out"
     )
     with pytest.raises(RequestError) as error:
-        convert.check_fields(sampling_request(regex="my secret"))
+        convert.check_fields(messages.GenerateRequest(kv_transfer_params_json="my secret"))
     assert "secret" not in error.value.message
 
 

@@ -1,0 +1,205 @@
+"""Grammars: which tokens may come next in an answer that has to follow one, by llguidance.
+
+The library is an optional one (`grammar` among the extras). A grammar is compiled once and kept;
+every request has a matcher of its own, which the engine asks for a mask before each of its steps
+and tells each token.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from k3jax.controls import mask_words
+from serving.request import Grammar, RequestError
+from serving.tokenizer import Tokenizer
+
+MAX_CHARS = 1 << 20  # of a grammar
+MAX_KEPT = 64  # compiled grammars
+
+
+def _load() -> Any:
+    try:
+        for part in ("gbnf_to_lark", "numpy"):
+            importlib.import_module(f"llguidance.{part}")
+        return importlib.import_module("llguidance")
+    except ImportError:
+        return None
+
+
+_library = _load()
+
+
+class GrammarMatcher:
+    """Follows the answer of one request. Used by one thread at a time.
+
+    Args:
+      matcher: of the library, at the start.
+      end_ids: tokens that end the request; they may come where the grammar may end.
+      vocab_size: of the model.
+    """
+
+    def __init__(self, matcher: Any, end_ids: Iterable[int], vocab_size: int):
+        self._matcher = matcher
+        self._num_words = mask_words(vocab_size)
+        self._end_ids = tuple(sorted({*end_ids}))
+        self._ends = _words(self._end_ids, self._num_words)
+
+    def mask(self) -> Int32[np.ndarray, " W"]:
+        """What may come next: a bit for each token; see `k3jax.controls`."""
+        words = np.zeros((1, self._num_words), np.int32)
+        if not self._matcher.is_stopped():
+            _library.numpy.fill_next_token_bitmask(self._matcher, words)
+        words = words[0] & ~self._ends
+        if not words.any() or self._matcher.is_accepting():
+            words |= self._ends
+        return words
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by the tokens that the answer got."""
+        tokens = [token for token in token_ids if token not in self._end_ids]
+        if tokens and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(tokens)
+
+
+class Grammars:
+    """Compiles grammars, and keeps the last ones. May be used by several threads.
+
+    Args:
+      tokenizer: of the model, whose tokens the answers consist of.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._kept: collections.OrderedDict[Grammar, Any] = collections.OrderedDict()
+        self._of_library: Any = None
+
+    def matcher(self, grammar: Grammar, end_ids: Sequence[int]) -> GrammarMatcher:
+        """A matcher at the start of an answer. Compiling can take a second.
+
+        Args:
+          end_ids: those of the model.
+
+        Raises:
+          RequestError: UNIMPLEMENTED, the library is not installed; INVALID_ARGUMENT, it does not
+            take the grammar.
+        """
+        if _library is None:
+            raise RequestError(
+                "UNIMPLEMENTED",
+                f"{grammar.kind} is not supported: the server has no llguidance; install the extra "
+                "`grammar`",
+            )
+        if len(grammar.text) > MAX_CHARS:
+            raise RequestError(
+                "INVALID_ARGUMENT",
+                f"{grammar.kind} is too long: got {len(grammar.text)} characters; expected at most "
+                f"{MAX_CHARS}",
+            )
+        with self._lock:
+            compiled = self._kept.get(grammar)
+            if compiled is None:
+                compiled = self._kept[grammar] = self._compile(grammar, end_ids)
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(grammar)
+            return GrammarMatcher(compiled.deep_copy(), end_ids, self._vocab_size)
+
+    def _compile(self, grammar: Grammar, end_ids: Sequence[int]) -> Any:
+        if self._of_library is None:
+            wrapped = _library.TokenizerWrapper(
+                _Vocabulary(self._tokenizer, self._vocab_size, end_ids[0])
+            )
+            self._of_library = _library.LLTokenizer(wrapped, n_vocab=self._vocab_size)
+        try:
+            matcher = _library.LLMatcher(self._of_library, _source(grammar), log_level=0)
+            problem = matcher.get_error() if matcher.is_error() else ""
+        except (ValueError, KeyError, TypeError, _library.gbnf_to_lark.GbnfToLarkError) as error:
+            matcher, problem = None, str(error)
+        if problem:
+            raise RequestError(
+                "INVALID_ARGUMENT",
+                f"{grammar.kind} is not understood: {' '.join(problem.split())[:500]}",
+            )
+        return matcher
+
+
+class _Vocabulary:
+    """Our tokenizer as the library wants one."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
+        vocab = [*tokenizer.vocab, *[b""] * (vocab_size - len(tokenizer.vocab))][:vocab_size]
+        control = {*tokenizer.control_tokens.values(), eos_token_id}
+        # Ids of which the vocabulary knows nothing can never be part of an answer's text.
+        control |= {token for token, text in enumerate(vocab) if not text}
+        names = {token: name for name, token in tokenizer.control_tokens.items()}
+        self.tokens = [
+            names.get(token, f"<|{token}|>").encode() if token in control else text
+            for token, text in enumerate(vocab)
+        ]
+        self.special_token_ids = sorted(token for token in control if token < vocab_size)
+        self.eos_token_id, self.bos_token_id = eos_token_id, None
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode())
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as the library takes it.
+
+    Raises:
+      ValueError: it is not understood.
+    """
+    matcher, text = _library.LLMatcher, grammar.text
+    match grammar.kind:
+        case "json_schema":
+            return matcher.grammar_from_json_schema(text)
+        case "json_object":
+            return matcher.grammar_from_json_schema({"type": "object"})
+        case "regex":
+            return matcher.grammar_from_regex(text)
+        case "choice":
+            choices = json.loads(text)
+            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+        case "grammar":
+            return matcher.grammar_from_lark(_library.gbnf_to_lark.any_to_lark(text))
+        case "structural_tag":
+            return _tags(json.loads(text))
+
+
+def _tags(asked: Any) -> str:
+    """Free text with tagged parts."""
+    if not {"structures", "triggers"} <= set(asked):
+        raise ValueError(
+            'expected {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}'
+        )
+    tags: list[Any] = []
+    structures: list[dict[str, Any]] = asked["structures"]
+    all_triggers: list[str] = asked["triggers"]
+    for one in structures:
+        triggers = [trigger for trigger in all_triggers if one["begin"].startswith(trigger)]
+        if not triggers:
+            raise ValueError(f"no trigger begins {one['begin']!r}")
+        tags.append(
+            _library.StructTag(
+                trigger=triggers[0], begin=one["begin"], grammar=one["schema"], end=one["end"]
+            )
+        )
+    return _library.StructTag.to_grammar(tags, assume_special=False)
+
+
+def _words(token_ids: Iterable[int], num_words: int) -> Int32[np.ndarray, " W"]:
+    words = np.zeros(num_words, np.uint32)
+    for token in token_ids:
+        if token < 32 * num_words:
+            words[token // 32] |= np.uint32(1 << token % 32)
+    return words.view(np.int32)

@@ -1,0 +1,116 @@
+"""Masks of grammars: every text that they let through follows the grammar; refusals are clear."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving import grammars
+from serving.grammars import Grammars
+from serving.request import Grammar, GrammarKind, RequestError
+from serving.tokenizer import Tokenizer
+
+VOCAB_SIZE, END = 270, 261
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TAG = {
+    "structures": [{"begin": "<f>", "schema": {"enum": [1, 22]}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+
+
+def tokenizer() -> Tokenizer:
+    """A token for each byte, two longer ones, and control tokens."""
+    names = {f"<|{token}|>": token for token in range(258, 262)}
+    return Tokenizer(
+        vocab=(*(bytes([byte]) for byte in range(256)), b"no", b'"b":', *map(str.encode, names)),
+        control_tokens=names, eos_token_id=END, encode=lambda text: list(text.encode()),
+        max_token_chars=4,
+    )  # fmt: skip
+
+
+def walk(kind: GrammarKind, text: str, seed: int, most: int = 60) -> tuple[str, bool]:
+    """A random answer, and whether it came to its end."""
+    tokens, rng, vocab = [], random.Random(seed), tokenizer().vocab
+    matcher = Grammars(tokenizer(), VOCAB_SIZE).matcher(Grammar(kind, text), [END])
+    for _ in range(most):
+        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        assert allowed
+        assert max(allowed) < VOCAB_SIZE
+        token = END if END in allowed and rng.random() < 0.5 else rng.choice(allowed)
+        if token == END:
+            return b"".join(vocab[token] for token in tokens).decode(), True
+        tokens.append(token)
+        matcher.accept([token])
+    return b"".join(vocab[token] for token in tokens).decode(errors="replace"), False
+
+
+@pytest.fixture
+def _library() -> None:
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_follow_their_grammar(seed: int) -> None:
+    text, ended = walk("choice", json.dumps(["yes", "no", 'may "be"']), seed)
+    assert ended
+    assert text in ("yes", "no", 'may "be"')
+    text, _ = walk("regex", "[a-c]{3}-[0-9]+", seed)
+    assert re.fullmatch("[a-c]{3}-[0-9]+", text)
+    text, ended = walk("json_schema", json.dumps(SCHEMA), seed, most=500)
+    assert ended
+    value: Any = json.loads(text)
+    assert value["a"] <= 99
+    assert value["b"] in "xy"
+    text, _ = walk("json_object", "", seed, most=20)
+    assert text.startswith("{")
+    text, _ = walk("grammar", 'root ::= "a" ("b" | "c")+', seed)
+    assert re.fullmatch("a[bc]+", text)
+    text, _ = walk("grammar", 'start: "x" /[0-9]/+', seed)  # as Lark writes it
+    assert re.fullmatch("x[0-9]+", text)
+
+
+@pytest.mark.usefixtures("_library")
+def test_tagged_parts_follow_their_schema_in_free_text() -> None:
+    matcher = Grammars(tokenizer(), VOCAB_SIZE).matcher(
+        Grammar("structural_tag", json.dumps(TAG)), [END]
+    )
+    matcher.accept(list(b"anything <f>"))
+    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+    assert {chr(byte) for byte in np.flatnonzero(bits[:256]) if byte > 32} == {"1", "2"}
+    assert not bits[END]
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", "{"), ("json_schema", '{"type": "strin"}'), ("regex", "("),
+        ("grammar", "!!"), ("structural_tag", "{}"), ("structural_tag", "["),
+        ("regex", "a" * (grammars.MAX_CHARS + 1)),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused_by_name(kind: GrammarKind, text: str) -> None:
+    with pytest.raises(RequestError, match=f"^{kind} is ") as refused:
+        Grammars(tokenizer(), VOCAB_SIZE).matcher(Grammar(kind, text), [END])
+    assert refused.value.status == "INVALID_ARGUMENT"
+
+
+def test_without_the_library_the_refusal_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars, "_library", None)
+    with pytest.raises(RequestError, match="install the extra `grammar`") as refused:
+        Grammars(tokenizer(), VOCAB_SIZE).matcher(Grammar("regex", "a"), [END])
+    assert refused.value.status == "UNIMPLEMENTED"
