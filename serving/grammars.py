@@ -122,7 +122,7 @@ class Grammars:
         try:
             matcher = _library.LLMatcher(self._of_library, _source(grammar), log_level=0)
             problem = matcher.get_error() if matcher.is_error() else ""
-        except (ValueError, KeyError, TypeError, _library.gbnf_to_lark.GbnfToLarkError) as error:
+        except Exception as error:  # the library's converters raise any
             matcher, problem = None, str(error)
         if problem:
             raise RequestError(

@@ -97,7 +97,8 @@ def test_tagged_parts_follow_their_schema_in_free_text() -> None:
     ("kind", "text"),
     [
         ("json_schema", "{"), ("json_schema", '{"type": "strin"}'), ("regex", "("),
-        ("grammar", "!!"), ("structural_tag", "{}"), ("structural_tag", "["),
+        ("grammar", "!!"), ("grammar", 'a ::= "a"'), ("structural_tag", "{}"),
+        ("structural_tag", "["),
         ("regex", "a" * (grammars.MAX_CHARS + 1)),
     ],
 )  # fmt: skip
