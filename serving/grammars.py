@@ -11,7 +11,7 @@ import collections
 import importlib
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from jaxtyping import Int32
 
 from k3jax.controls import mask_words
 from serving.request import Grammar, RequestError
+from serving.tags import to_lark
 from serving.tokenizer import Tokenizer
 
 MAX_CHARS = 1 << 20  # of a grammar
+_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}  # else a model may never stop it
 MAX_KEPT = 64  # compiled grammars
 
 
@@ -120,7 +122,9 @@ class Grammars:
             )
             self._of_library = _library.LLTokenizer(wrapped, n_vocab=self._vocab_size)
         try:
-            matcher = _library.LLMatcher(self._of_library, _source(grammar), log_level=0)
+            matcher = _library.LLMatcher(
+                self._of_library, _source(grammar, self._tokenizer.control_tokens), log_level=0
+            )
             problem = matcher.get_error() if matcher.is_error() else ""
         except Exception as error:  # the library's converters raise any
             matcher, problem = None, str(error)
@@ -153,7 +157,7 @@ class _Vocabulary:
         return self._encode(text.decode())
 
 
-def _source(grammar: Grammar) -> str:
+def _source(grammar: Grammar, control_names: Collection[str]) -> str:
     """The grammar as the library takes it.
 
     Raises:
@@ -162,9 +166,9 @@ def _source(grammar: Grammar) -> str:
     matcher, text = _library.LLMatcher, grammar.text
     match grammar.kind:
         case "json_schema":
-            return matcher.grammar_from_json_schema(text)
+            return matcher.grammar_from_json_schema(text, defaults=_JSON)
         case "json_object":
-            return matcher.grammar_from_json_schema({"type": "object"})
+            return matcher.grammar_from_json_schema({"type": "object"}, defaults=_JSON)
         case "regex":
             return matcher.grammar_from_regex(text)
         case "choice":
@@ -173,28 +177,7 @@ def _source(grammar: Grammar) -> str:
         case "grammar":
             return matcher.grammar_from_lark(_library.gbnf_to_lark.any_to_lark(text))
         case "structural_tag":
-            return _tags(json.loads(text))
-
-
-def _tags(asked: Any) -> str:
-    """Free text with tagged parts."""
-    if not {"structures", "triggers"} <= set(asked):
-        raise ValueError(
-            'expected {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}'
-        )
-    tags: list[Any] = []
-    structures: list[dict[str, Any]] = asked["structures"]
-    all_triggers: list[str] = asked["triggers"]
-    for one in structures:
-        triggers = [trigger for trigger in all_triggers if one["begin"].startswith(trigger)]
-        if not triggers:
-            raise ValueError(f"no trigger begins {one['begin']!r}")
-        tags.append(
-            _library.StructTag(
-                trigger=triggers[0], begin=one["begin"], grammar=one["schema"], end=one["end"]
-            )
-        )
-    return _library.StructTag.to_grammar(tags, assume_special=False)
+            return matcher.grammar_from_lark(to_lark(json.loads(text), control_names))
 
 
 def _words(token_ids: Iterable[int], num_words: int) -> Int32[np.ndarray, " W"]:

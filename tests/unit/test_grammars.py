@@ -22,10 +22,29 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-TAG = {
-    "structures": [{"begin": "<f>", "schema": {"enum": [1, 22]}, "end": "</f>"}],
-    "triggers": ["<f"],
-}
+CALL = {
+    "type": "tag", "begin": "<|258|>call<|259|>", "end": "<|260|>",
+    "content": {
+        "type": "plus",
+        "content": {
+            "type": "or",
+            "elements": [
+                {"type": "sequence", "elements": [
+                    {"type": "const_string", "value": 'a="<|259|>'},
+                    {"type": "regex", "pattern": "[1-9]/"},
+                ]},
+                {"type": "json_schema", "json_schema": {"enum": [3, 44]}},
+            ],
+        },
+    },
+}  # fmt: skip
+TAGS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags", "triggers": ["<|258|>call"], "tags": [CALL],
+        "at_least_one": True,
+    },
+}  # fmt: skip
 
 
 def tokenizer() -> Tokenizer:
@@ -82,14 +101,36 @@ def test_answers_follow_their_grammar(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("_library")
-def test_tagged_parts_follow_their_schema_in_free_text() -> None:
+def test_tagged_parts_follow_their_format_in_free_text() -> None:
     matcher = Grammars(tokenizer(), VOCAB_SIZE).matcher(
-        Grammar("structural_tag", json.dumps(TAG)), [END]
+        Grammar("structural_tag", json.dumps(TAGS)), [END]
     )
-    matcher.accept(list(b"anything <f>"))
-    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-    assert {chr(byte) for byte in np.flatnonzero(bits[:256]) if byte > 32} == {"1", "2"}
-    assert not bits[END]
+
+    def allowed() -> set[int]:
+        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits).tolist())
+
+    assert 258 in allowed()
+    assert END not in allowed()  # there has to be a call
+    matcher.accept([*b"any text", 258])
+    assert allowed() == {ord("c")}
+    matcher.accept([*b"call", 259])
+    assert allowed() == set(b"a34")
+    matcher.accept([*b'44a="', 259, *b"7/"])
+    assert allowed() == {*b"a34", 260}
+    matcher.accept([260])
+    assert {END, 258, *b"more"} <= allowed()
+
+
+@pytest.mark.usefixtures("_library")
+def test_white_space_in_json_comes_to_an_end() -> None:
+    matcher = Grammars(tokenizer(), VOCAB_SIZE).matcher(
+        Grammar("json_schema", json.dumps(SCHEMA)), [END]
+    )
+    matcher.accept(b"{" + b" " * 19)
+    assert matcher.mask()[1] & 1  # a space, token 32
+    matcher.accept(b" ")
+    assert not matcher.mask()[1] & 1
 
 
 @pytest.mark.usefixtures("_library")
@@ -99,6 +140,7 @@ def test_tagged_parts_follow_their_schema_in_free_text() -> None:
         ("json_schema", "{"), ("json_schema", '{"type": "strin"}'), ("regex", "("),
         ("grammar", "!!"), ("grammar", 'a ::= "a"'), ("structural_tag", "{}"),
         ("structural_tag", "["),
+        ("structural_tag", '{"format": {"type": "unheard_of"}}'),
         ("regex", "a" * (grammars.MAX_CHARS + 1)),
     ],
 )  # fmt: skip
