@@ -222,10 +222,13 @@ class Engine[Handle]:
         after, step = replicas.plan(self._replicas, self._limits, paused=self._paused)
         self._become(after)
         if step is not None:
+            lost: dict[str, RequestError] = {}
             if self._grammars:
-                step = self._masked(step)
+                step, lost = self._masked(step)
             self._in_flight.append((self._executor.dispatch(step), self._clock()))
             self._note_oldest_step()
+            for request_id, error in lost.items():
+                self._end(request_id, error=error)
         has_result_due = len(self._in_flight) > (0 if step is None else 1)
         if has_result_due:
             self._collect_oldest()
@@ -253,18 +256,23 @@ class Engine[Handle]:
         for output in itertools.chain.from_iterable(outputs):
             self._deliver(output)
 
-    def _masked(self, step: GroupPlan) -> GroupPlan:
-        """The step with what the grammars let come next. Such a row has no token in flight."""
+    def _masked(self, step: GroupPlan) -> tuple[GroupPlan, dict[str, RequestError]]:
+        """The step with what the grammars let come next, and the requests whose grammar cannot be
+        followed any further. A row with a grammar has no token in flight."""
+        lost: dict[str, RequestError] = {}
 
         def masks(rows: Sequence[RowPlan]) -> Iterator[RowMask]:
             for row in rows:
                 if row.samples and row.sampling.grammar is not None:
-                    yield RowMask(row.slot, self._grammars[row.request_id].mask())
+                    try:
+                        yield RowMask(row.slot, self._grammars[row.request_id].mask())
+                    except RequestError as error:
+                        lost[row.request_id] = error
 
         plans = (
             one and dataclasses.replace(one, masks=tuple(masks(one.rows))) for one in step.plans
         )
-        return dataclasses.replace(step, plans=tuple(plans))
+        return dataclasses.replace(step, plans=tuple(plans)), lost
 
     def _become(self, after: Replicas, outputs: Sequence[Sequence[Output]] = ()) -> None:
         """Enter the replicas' next state; `outputs` are those of the commit that led to it."""

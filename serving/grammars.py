@@ -43,25 +43,36 @@ class GrammarMatcher:
     """Follows the answer of one request. Used by one thread at a time.
 
     Args:
+      kind: of the grammar, for errors.
       matcher: of the library, at the start.
       end_ids: tokens that end the request; they may come where the grammar may end.
       vocab_size: of the model.
     """
 
-    def __init__(self, matcher: Any, end_ids: Iterable[int], vocab_size: int):
-        self._matcher = matcher
+    def __init__(self, kind: str, matcher: Any, end_ids: Iterable[int], vocab_size: int):
+        self._kind, self._matcher = kind, matcher
         self._num_words = mask_words(vocab_size)
         self._end_ids = tuple(sorted({*end_ids}))
         self._ends = _words(self._end_ids, self._num_words)
 
     def mask(self) -> Int32[np.ndarray, " W"]:
-        """What may come next: a bit for each token; see `k3jax.controls`."""
+        """What may come next: a bit for each token; see `k3jax.controls`.
+
+        Raises:
+          RequestError: INVALID_ARGUMENT, the grammar is too complex to be followed any further. It
+            would be wrong to end the answer here as if it were complete.
+        """
         words = np.zeros((1, self._num_words), np.int32)
         if not self._matcher.is_stopped():
             _library.numpy.fill_next_token_bitmask(self._matcher, words)
-        words = words[0] & ~self._ends
-        if not words.any() or self._matcher.is_accepting():
+        words, problem = words[0] & ~self._ends, self._matcher.get_error()
+        if not problem and self._matcher.is_accepting():
             words |= self._ends
+        if problem or not words.any():
+            raise RequestError(
+                "INVALID_ARGUMENT",
+                f"{self._kind} cannot be followed: {_shown(problem or 'nothing may come next')}",
+            )
         return words
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -100,6 +111,11 @@ class Grammars:
                 f"{grammar.kind} is not supported: the server has no llguidance; install the extra "
                 "`grammar`",
             )
+        if not end_ids:
+            raise RequestError(
+                "UNIMPLEMENTED",
+                f"{grammar.kind} is not supported: the model has no end token; leave it out",
+            )
         if len(grammar.text) > MAX_CHARS:
             raise RequestError(
                 "INVALID_ARGUMENT",
@@ -113,7 +129,8 @@ class Grammars:
                 if len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(grammar)
-            return GrammarMatcher(compiled.deep_copy(), end_ids, self._vocab_size)
+            copied = compiled.deep_copy()
+        return GrammarMatcher(grammar.kind, copied, end_ids, self._vocab_size)
 
     def _compile(self, grammar: Grammar, end_ids: Sequence[int]) -> Any:
         if self._of_library is None:
@@ -123,7 +140,10 @@ class Grammars:
             self._of_library = _library.LLTokenizer(wrapped, n_vocab=self._vocab_size)
         try:
             matcher = _library.LLMatcher(
-                self._of_library, _source(grammar, self._tokenizer.control_tokens), log_level=0
+                self._of_library,
+                _source(grammar, self._tokenizer.control_tokens),
+                log_level=0,
+                limits=_library.LLParserLimits(verbose_errors=False),
             )
             problem = matcher.get_error() if matcher.is_error() else ""
         except Exception as error:  # the library's converters raise any
@@ -131,7 +151,7 @@ class Grammars:
         if problem:
             raise RequestError(
                 "INVALID_ARGUMENT",
-                f"{grammar.kind} is not understood: {' '.join(problem.split())[:500]}",
+                f"{grammar.kind} is not understood: {_shown(problem)}",
             )
         return matcher
 
@@ -172,12 +192,18 @@ def _source(grammar: Grammar, control_names: Collection[str]) -> str:
         case "regex":
             return matcher.grammar_from_regex(text)
         case "choice":
-            choices = json.loads(text)
-            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+            # One terminal: as alternatives of a rule, many choices exceed the parser's limit.
+            choices = " | ".join(map(json.dumps, json.loads(text)))
+            return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "grammar":
             return matcher.grammar_from_lark(_library.gbnf_to_lark.any_to_lark(text))
         case "structural_tag":
             return matcher.grammar_from_lark(to_lark(json.loads(text), control_names))
+
+
+def _shown(problem: str) -> str:
+    """The library's reason in one line."""
+    return " ".join(problem.removesuffix("<non-verbose/>").split())[:500]
 
 
 def _words(token_ids: Iterable[int], num_words: int) -> Int32[np.ndarray, " W"]:

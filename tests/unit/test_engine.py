@@ -455,12 +455,15 @@ def test_health_is_starting_until_the_thread_runs(start_server: StartServer):
 
 
 class Grammar:
-    """Masks that tell how many tokens it has seen."""
+    """Masks that tell how many tokens it has seen; none after `most`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 99) -> None:
         self.seen: list[int] = []
+        self.most = most
 
     def mask(self) -> np.ndarray:
+        if len(self.seen) >= self.most:
+            raise RequestError("INVALID_ARGUMENT", "regex cannot be followed")
         return np.array([len(self.seen)], np.int32)
 
     def accept(self, token_ids: Iterable[int]) -> None:
@@ -482,3 +485,23 @@ def test_each_step_of_a_row_with_a_grammar_has_the_mask_of_all_tokens_before_it(
     assert client.tokens == tuple(grammar.seen) == solo_tokens(asked)
     masks = [mask.words.tolist() for plan in server.executor.plans for mask in plan.masks]
     assert masks == [[0], [1], [2], [3], [4]]
+
+
+def test_a_grammar_that_cannot_be_followed_any_further_ends_its_request_alone(
+    server: Server,
+) -> None:
+    plain, asked = fake_request("plain", max_tokens=9), fake_request("g", max_tokens=5)
+    sampling = dataclasses.replace(asked.sampling, grammar=request.Grammar("regex", "a"))
+    asked = dataclasses.replace(asked, sampling=sampling)
+    neighbour, client = server.submit(plain), Client(asked)
+    server.engine.submit(asked, client, grammar=Grammar(most=3)).result(WAIT_S)
+    last = client.wait()
+    assert client.tokens == solo_tokens(asked)[:3]
+    assert (last.finish_reason, last.completion_tokens) == ("error", 3)
+    assert last.error is not None
+    assert last.error.status == "INVALID_ARGUMENT"
+    neighbour.wait()
+    assert neighbour.tokens == solo_tokens(plain)
+    server.settle()
+    counts = server.engine.counts()
+    assert counts.free_pages == counts.total_pages

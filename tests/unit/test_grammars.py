@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from serving import grammars
-from serving.grammars import Grammars
+from serving.grammars import GrammarMatcher, Grammars
 from serving.request import Grammar, GrammarKind, RequestError
 from serving.tokenizer import Tokenizer
 
@@ -57,13 +57,22 @@ def tokenizer() -> Tokenizer:
     )  # fmt: skip
 
 
+def matcher_of(kind: GrammarKind, text: str) -> GrammarMatcher:
+    return Grammars(tokenizer(), VOCAB_SIZE).matcher(Grammar(kind, text), [END])
+
+
+def allowed_by(matcher: GrammarMatcher) -> set[int]:
+    """Tokens in its mask."""
+    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
 def walk(kind: GrammarKind, text: str, seed: int, most: int = 60) -> tuple[str, bool]:
     """A random answer, and whether it came to its end."""
     tokens, rng, vocab = [], random.Random(seed), tokenizer().vocab
-    matcher = Grammars(tokenizer(), VOCAB_SIZE).matcher(Grammar(kind, text), [END])
+    matcher = matcher_of(kind, text)
     for _ in range(most):
-        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits).tolist()
+        allowed = sorted(allowed_by(matcher))
         assert allowed
         assert max(allowed) < VOCAB_SIZE
         token = END if END in allowed and rng.random() < 0.5 else rng.choice(allowed)
@@ -102,24 +111,17 @@ def test_answers_follow_their_grammar(seed: int) -> None:
 
 @pytest.mark.usefixtures("_library")
 def test_tagged_parts_follow_their_format_in_free_text() -> None:
-    matcher = Grammars(tokenizer(), VOCAB_SIZE).matcher(
-        Grammar("structural_tag", json.dumps(TAGS)), [END]
-    )
-
-    def allowed() -> set[int]:
-        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-        return set(np.flatnonzero(bits).tolist())
-
-    assert 258 in allowed()
-    assert END not in allowed()  # there has to be a call
+    matcher = matcher_of("structural_tag", json.dumps(TAGS))
+    assert 258 in allowed_by(matcher)
+    assert END not in allowed_by(matcher)  # there has to be a call
     matcher.accept([*b"any text", 258])
-    assert allowed() == {ord("c")}
+    assert allowed_by(matcher) == {ord("c")}
     matcher.accept([*b"call", 259])
-    assert allowed() == set(b"a34")
+    assert allowed_by(matcher) == set(b"a34")
     matcher.accept([*b'44a="', 259, *b"7/"])
-    assert allowed() == {*b"a34", 260}
+    assert allowed_by(matcher) == {*b"a34", 260}
     matcher.accept([260])
-    assert {END, 258, *b"more"} <= allowed()
+    assert {END, 258, *b"more"} <= allowed_by(matcher)
 
 
 @pytest.mark.usefixtures("_library")
@@ -148,6 +150,36 @@ def test_what_is_not_understood_is_refused_by_name(kind: GrammarKind, text: str)
     with pytest.raises(RequestError, match=f"^{kind} is ") as refused:
         Grammars(tokenizer(), VOCAB_SIZE).matcher(Grammar(kind, text), [END])
     assert refused.value.status == "INVALID_ARGUMENT"
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize("choice", ["c2999", 'c"\n\0\U0001f600'])
+def test_choices_may_be_many_and_of_any_characters(choice: str) -> None:
+    choices = [*(f"c{number}" for number in range(3000)), 'c"\n\0\U0001f600']
+    matcher = matcher_of("choice", json.dumps(choices))
+    for byte in choice.encode():
+        assert byte in allowed_by(matcher)
+        matcher.accept([byte])
+    assert allowed_by(matcher) == {END}
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_grammar_that_becomes_too_complex_is_an_error_and_no_end() -> None:
+    rules = " | ".join(f'"a" /{number}/' for number in range(3000))
+    matcher = matcher_of("grammar", f"start: {rules}")
+    assert allowed_by(matcher) == {ord("a")}
+    matcher.accept([ord("a")])
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"^grammar cannot be followed: .*max is") as error:
+            matcher.mask()
+        assert error.value.status == "INVALID_ARGUMENT"
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_model_without_an_end_token_refuses_grammars() -> None:
+    with pytest.raises(RequestError, match="the model has no end token") as refused:
+        Grammars(tokenizer(), VOCAB_SIZE).matcher(Grammar("regex", "a"), [])
+    assert refused.value.status == "UNIMPLEMENTED"
 
 
 def test_without_the_library_the_refusal_says_what_to_install(
