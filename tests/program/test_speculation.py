@@ -13,6 +13,7 @@ import pytest
 
 from k3jax.buckets import bucket_table
 from k3jax.cache_spec import cache_spec
+from k3jax.compile import CompileCounter
 from k3jax.config import EngineConfig
 from k3jax.paged_model import PagedModel
 from k3jax.step import serving_step
@@ -24,8 +25,9 @@ from serving.request import Request, SamplingParams
 from serving.scheduler import make_limits, ngram
 from serving.stopping import StopMatcher
 from serving.tokenizer import Tokenizer
-from tests import tiny
+from tests import oracle, tiny
 from tests.fakes import SchedulerDriver
+from tests.masked import allowed, answers, constrained
 from tests.models import StepExecutor, open_model, program_of
 
 CFG = tiny.short_config()
@@ -241,6 +243,42 @@ def test_an_answer_ends_inside_a_block_where_its_stop_string_does(
         assert any(len(output.token_ids) > 1 for output in got)
         counts = engine.counts()
         assert counts.free_pages == counts.total_pages
+
+
+@functools.cache
+def masked(index: int) -> tuple[int, ...]:
+    """Tokens of a request with a grammar alone, without drafts."""
+    (answer,), _ = answers(model(), driver(0), constrained(request(index)))
+    return answer
+
+
+def test_tokens_under_a_grammar_are_the_likeliest_of_those_that_may_come() -> None:
+    prompt, answer = request(2).prompt, masked(2)
+    assert len(answer) == MAX_TOKENS
+    params = tiny.program_params(model().program)
+    logits = oracle.forward(CFG, params, np.array(prompt + answer))[0][len(prompt) - 1 :]
+    for place, token in enumerate(answer):
+        may_come = allowed(answer[:place], CFG.vocab_size)
+        assert may_come[token]
+        assert logits[place][token] > logits[place][may_come].max() - 1e-4
+
+
+@pytest.mark.parametrize("num_drafts", [0, NUM_DRAFTS])
+def test_answers_under_a_grammar_survive_neighbours_with_drafts_and_preemptions(
+    monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    every = [plain(index) for index in range(len(LENGTHS))]  # what `mixed` knows
+    wanted = [masked(2), every[7], masked(6), every[5]]
+    assert wanted[0] != every[2]
+    monkeypatch.setattr(ngram, "propose", mixed)  # and fails for answers that it does not know
+    asked = [constrained(request(2)), request(7), constrained(request(6)), request(5)]
+    counter = CompileCounter()
+    assert answers(model(), driver(num_drafts), *asked)[0] == wanted
+    crowded = driver(num_drafts, 1 + 2 * geometry().num_state_pages + 4)
+    together, num_preemptions = answers(model(), crowded, *asked)
+    assert together == wanted
+    assert num_preemptions > 0
+    assert counter.count == 0
 
 
 def test_ngrams_propose_what_followed_last() -> None:
