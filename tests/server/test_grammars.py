@@ -19,8 +19,14 @@ pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-SCHEMA |= {"additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 999}, "s": {"enum": ["a", "bc"]},
+    },
+    "required": ["n", "s"],
+    "additionalProperties": False,
+}  # fmt: skip
 PROMPT = b"def value(self):\n    return "
 
 
@@ -32,11 +38,27 @@ def request(name: str, **sampling: object) -> messages.GenerateRequest:
     )  # fmt: skip
 
 
-async def answer(stub: Stub, message: messages.GenerateRequest) -> bytes:
-    ids = []
+async def answers(stub: Stub, message: messages.GenerateRequest, *, ends: str = "") -> list[bytes]:
+    """All answers to a request; how they have to end."""
+    ids: dict[int, list[int]] = {}
     async for reply in stub.Generate(message):
-        ids += reply.chunk.token_ids
-    return bytes(token for token in ids if token < 256)
+        one = reply.complete if reply.HasField("complete") else reply.chunk
+        ids.setdefault(one.index, []).extend(reply.chunk.token_ids)
+        if reply.HasField("complete") and ends:
+            assert reply.complete.finish_reason == ends
+    return [bytes(token for token in ids[index] if token < 256) for index in sorted(ids)]
+
+
+async def answer(stub: Stub, message: messages.GenerateRequest, *, ends: str = "") -> bytes:
+    (only,) = await answers(stub, message, ends=ends)
+    return only
+
+
+async def leave(stub: Stub, message: messages.GenerateRequest) -> None:
+    """Cancel a request after its first token."""
+    call = stub.Generate(message)
+    await anext(aiter(call))
+    call.cancel()
 
 
 async def ask(address: str) -> None:
@@ -44,26 +66,42 @@ async def ask(address: str) -> None:
         stub = Stub(channel)
         alone = await answer(stub, request("alone"))
         choice = messages.ChoiceConstraint(choices=["spam", "eggs"])
-        free, chosen, matched, *objects = await asyncio.gather(
+        schema, regex = json.dumps(SCHEMA), "[a-z]{4}=[0-9]{2}"
+        free, chosen, matched, greedy, drawn, _ = await asyncio.gather(
             answer(stub, request("free")),
-            answer(stub, request("choice", choice=choice)),
-            answer(stub, request("regex", regex="[a-z]{4}=[0-9]{2}")),
-            answer(stub, request("json", json_schema=json.dumps(SCHEMA), max_tokens=200)),
-            answer(stub, request("warm", json_schema=json.dumps(SCHEMA), temperature=1.0)),
+            answer(stub, request("choice", choice=choice), ends="stop"),
+            answer(stub, request("regex", regex=regex), ends="stop"),
+            answer(stub, request("json", json_schema=schema, max_tokens=200), ends="stop"),
+            answers(
+                stub,
+                request("drawn", json_schema=schema, temperature=1.0, n=3, max_tokens=200),
+                ends="stop",
+            ),
+            leave(stub, request("left", regex="[a-z]{400}", max_tokens=200)),
         )
         assert free == alone
         assert chosen in (b"spam", b"eggs")
-        assert re.fullmatch(rb"[a-z]{4}=[0-9]{2}", matched)
-        for text in objects:
-            assert text.startswith(b"{")
-        assert await answer(stub, request("again", regex="[a-z]{4}=[0-9]{2}")) == matched
+        assert re.fullmatch(regex.encode(), matched)
+        assert len(drawn) == 3
+        for text in (greedy, *drawn):
+            value = json.loads(text)
+            assert value.keys() == {"n", "s"}
+            assert 0 <= value["n"] <= 999
+            assert value["s"] in ("a", "bc")
+        assert await answer(stub, request("again", regex=regex)) == matched
         with pytest.raises(grpc.aio.AioRpcError, match="regex is not understood"):
             await answer(stub, request("bad", regex="("))
         assert await answer(stub, request("after")) == alone
 
 
 @pytest.mark.parametrize(
-    "options", [("--speculate", "dspark"), ("--processes", "2", "--mesh", "tp2")], ids=str
+    "options",
+    [
+        ("--speculate", "dspark"),
+        ("--speculate", "ngram", "--mesh", "dp2"),
+        ("--processes", "2", "--mesh", "tp2"),
+    ],
+    ids=str,
 )
 def test_answers_follow_their_grammars(tmp_path: Path, options: tuple[str, ...]) -> None:
     command = [
