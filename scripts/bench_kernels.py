@@ -3,8 +3,9 @@
 The floor of a call is the larger of its bytes over 4.3 TB/s and its operations over 790 TFLOP/s,
 both measured on an H200. All implementations of a case run one after the other on the same
 arguments, in a process of its own with a time limit; outputs are compared before anything is timed.
-A sample is a chain of dependent calls in one program, and the table shows medians. Other projects'
-kernels follow in processes of their own, where they are installed.
+A sample is a chain of dependent calls in one program, and the table shows medians; `busy` is how
+long some operation of such a chain ran by a trace, which leaves out the launches between them.
+Other projects' kernels follow in processes of their own, where they are installed.
 
     python scripts/bench_kernels.py --json kernels.jsonl       every case
     python scripts/bench_kernels.py --only moe_experts/rows1-  cases whose names start so
@@ -37,11 +38,12 @@ from kernel_bench.cases import all_cases  # noqa: E402
 from kernel_bench.measure import measure, measure_peer  # noqa: E402
 
 HEADER = (
-    f"{'case':34}{'implementation':16}{'us':>10}{'GB/s':>8}{'TFLOP/s':>9}"
+    f"{'case':34}{'implementation':16}{'us':>10}{'busy us':>10}{'GB/s':>8}{'TFLOP/s':>9}"
     f"{'floor us':>10}{'x floor':>9}{'x xla':>8}{'error':>10}"
 )
 COLUMNS = (  # of a line: name, format, width
     ("us", ".1f", 10),
+    ("busy_us", ".1f", 10),
     ("gb_per_s", ".0f", 8),
     ("tflop_per_s", ".1f", 9),
     ("floor_us", ".1f", 10),

@@ -15,8 +15,9 @@ logits jump.
     python scripts/bench_step.py --json step.jsonl          on a GPU, about two minutes
     JAX_PLATFORMS=cpu python scripts/bench_step.py --smoke  tiny sizes, anywhere
 
-The table shows medians of single calls, each waited for. The exit status is 1 if a configuration
-failed.
+The table shows medians of single calls, each waited for, and by a trace how many operations a call
+launched and how long any of them ran (`busy`). The JSON names those that took most. The exit status
+is 1 if a configuration failed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if str(CHECKOUT) not in sys.path:
 
 from mesh_bench import groups, steps  # noqa: E402
 from mesh_bench.timing import sample  # noqa: E402
+from read_trace import profiled  # noqa: E402
 
 from k3jax.buckets import Bucket  # noqa: E402
 from k3jax.compile import COMPILER_OPTIONS, abstract_arguments, initial_state  # noqa: E402
@@ -65,6 +67,7 @@ GRAPHS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _ROUTER_BIAS = 3.0  # standard deviation; scores are in 0 to 1
+_NAMED_OPERATIONS = 40
 _LEAST_AGREEING = 0.9  # share of rows whose best id is that of XLA; random weights have near ties
 _MOST_ERROR = 0.05  # relative to the norm of the logits
 
@@ -92,8 +95,10 @@ def main() -> int:
     (variant,) = steps.variants(sizes.base, sizes, parallel, truncation.program.layout.page_tokens)
     bench = Bench(truncation, sizes)
     failed = False
-    print(f"{'step':22}{'kernels':14}{'graphs':18}{'ms':>9}{'x xla':>8}")
+    print(f"{'step':22}{'kernels':14}{'graphs':18}{'ms':>9}{'x xla':>8}{'busy':>8}{'launches':>10}")
     for bucket in variant.buckets:
+        if not step_name(bucket).startswith(tuple(args.only)):
+            continue
         xla_ms: float | None = None
         for line in bench.lines(bucket):
             if "ms" in line:
@@ -126,6 +131,7 @@ class Bench:
         reference: np.ndarray | None = None
         for one, programs in zip(chosen, compiled, strict=True):
             line = dataclasses.asdict(one) | {
+                "step": step_name(bucket),
                 "layers": self._truncation.layers,
                 "device": jax.devices()[0].device_kind,
             }
@@ -144,6 +150,11 @@ class Bench:
                 )  # fmt: skip
                 line |= {"ms": statistics.median(seconds) * 1e3, "ms_min": min(seconds) * 1e3}
                 line["samples"] = len(seconds)
+                trace = profiled(
+                    lambda step=step: self._call(step, bucket, self._truncation.params)
+                )
+                line |= {"busy_ms": trace.busy_us / 1e3, "launches": trace.launches}
+                line["operations"] = trace.kernels[:_NAMED_OPERATIONS]
             except Exception as error:
                 line["failure"] = f"{type(error).__name__}: {error}"[:500]
             yield line
@@ -179,6 +190,11 @@ class Bench:
         return result
 
 
+def step_name(bucket: Bucket) -> str:
+    """Kind and tokens."""
+    return f"{bucket.kind}-{bucket.tokens}"
+
+
 def _configurations(bucket: Bucket) -> list[Configuration]:
     """How a program is launched matters in short steps only."""
     pairs = [("xla", "captured"), ("kernels", "captured")]
@@ -203,14 +219,14 @@ def _compare(logits: np.ndarray, reference: np.ndarray) -> dict[str, float]:
 
 
 def _row(line: dict[str, Any]) -> str:
-    kind, tokens = line["bucket"]["kind"], line["bucket"]["tokens"]
-    start = f"{kind + ', ' + str(tokens) + ' tokens':22}{line['kernels']:14}{line['graphs']:18}"
+    start = f"{line['step']:22}{line['kernels']:14}{line['graphs']:18}"
     if "failure" in line:
         return f"{start}failed: {line['failure']}"
     compared = ""
     if "error" in line:
         compared = f"  error {line['error']:.1e}, equal ids {line['equal_ids']:.0%}"
-    return f"{start}{line['ms']:9.2f}{line['times_xla']:8.3f}{compared}"
+    times = f"{line['ms']:9.2f}{line['times_xla']:8.3f}{line['busy_ms']:8.2f}"
+    return f"{start}{times}{line['launches']:10.0f}{compared}"
 
 
 def _parse_args() -> argparse.Namespace:
@@ -218,6 +234,13 @@ def _parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="file to append one JSON line a result to")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="STEP",
+        help="starts of the steps to time, for example decode-8 (default: all)",
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     return parser.parse_args()
 

@@ -14,7 +14,8 @@ import argparse
 import collections
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,26 @@ def main() -> int:
         for kernel, launches, us in summary.kernels[: args.top]:
             print(f"{us:12.1f} us {launches:8.1f} x  {kernel[:100]}")
     return 0
+
+
+def profiled(call: Callable[[], object], calls: int = 3) -> Summary:
+    """What some calls of one compiled program do on the device; XLA replays no graphs meanwhile.
+
+    Raises:
+      ValueError: no operation ran.
+    """
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                jax.block_until_ready(call())
+        found = summaries(
+            event for file in sorted(Path(folder).rglob("*.xplane.pb")) for event in read(file)
+        )
+    if not found:
+        raise ValueError("the trace is empty: got no operation; expected those of a program")
+    return found[0]
 
 
 def read(file: Path) -> Iterator[Event]:

@@ -45,7 +45,8 @@ class Case:
     |---|---|
     | `op`, `shape` | name of the operator, and of the shape |
     | `build` | makes the arguments on the device |
-    | `implementations` | what to time; the first is what the others' outputs are compared with |
+    | `implementations` | what to time; the first is what the others' outputs are compared with; |
+    | | `mosaic+pdl` is a kernel with programmatic dependent launch |
     | `peers` | other projects' kernels by name: functions that time the same work, each in a |
     | | process of its own, and return `us`, `us_min` and `us_max`; an ImportError skips one |
     | `tolerance` | limit of max abs(difference) / max abs(output) |
@@ -55,7 +56,7 @@ class Case:
     op: str
     shape: str
     build: Callable[[], Work]
-    implementations: tuple[str, ...] = ("xla", "mosaic")
+    implementations: tuple[str, ...] = ("xla", "mosaic", "mosaic+pdl")
     peers: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
     tolerance: float = 1e-2
     limit_s: float = 90.0

@@ -37,7 +37,7 @@ def cases() -> list[Case]:
             op="kda_decode_paged",
             shape=f"rows{rows}-heads{heads}-layers{_num_layers(rows, heads)}",
             build=functools.partial(_decode, rows, heads, 128, _num_layers(rows, heads)),
-            implementations=("xla", "mosaic", "triton"),
+            implementations=("xla", "mosaic", "mosaic+pdl", "triton"),
             peers={"fla": functools.partial(_fla, rows, heads, _num_layers(rows, heads))},
         )
         for rows, heads in shapes

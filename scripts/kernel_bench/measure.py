@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from kernel_bench.case import Case, Work
+from read_trace import profiled
+
+from pallas_kernels.settings import KernelSettings, using
 
 SAMPLES = 7
 TARGET_S = 0.1  # of one sample
@@ -60,10 +63,12 @@ def _timed(work: Work, implementation: str) -> Line:
     repeats = max(1, int(TARGET_S / _seconds(program, inputs, work.weights, 1)))
     samples = [_seconds(program, inputs, work.weights, repeats) / length for _ in range(SAMPLES)]
     median = statistics.median(samples)
+    busy_us = profiled(lambda: program(inputs, work.weights)).busy_us / length
     return {
         "us": median * 1e6,
         "us_min": min(samples) * 1e6,
         "us_max": max(samples) * 1e6,
+        "busy_us": busy_us,
         "gb_per_s": work.num_bytes / median / 1e9,
         "tflop_per_s": work.num_flops / median / 1e12,
         "times_floor": median / work.floor_s,
@@ -73,12 +78,14 @@ def _timed(work: Work, implementation: str) -> Line:
 
 def _program(work: Work, implementation: str, length: int) -> Callable[..., jax.Array]:
     """Compile `length` calls that depend on each other, each with a set of inputs of its own."""
+    name, _, launch = implementation.partition("+")
 
     def chain(inputs: list[tuple[jax.Array, ...]], weights: tuple[object, ...]) -> jax.Array:
-        y = work.call(implementation, inputs[0], weights)
-        for first, *others in inputs[1:length]:
-            follows = first + (y.reshape(-1)[0] * 1e-30).astype(first.dtype)
-            y = work.call(implementation, (follows, *others), weights)
+        with using(KernelSettings(pdl=launch == "pdl")):
+            y = work.call(name, inputs[0], weights)
+            for first, *others in inputs[1:length]:
+                follows = first + (y.reshape(-1)[0] * 1e-30).astype(first.dtype)
+                y = work.call(name, (follows, *others), weights)
         return y
 
     return jax.jit(chain)

@@ -42,7 +42,7 @@ def test_the_floor_is_that_of_bytes_or_operations() -> None:
 def test_a_case_that_fails_or_hangs_has_a_line_for_each_implementation(limit_s: float) -> None:
     case = Case(op="none", shape="such", build=_no_work, limit_s=limit_s)  # unknown to the process
     lines = bench_kernels._run(case, jobs=1)
-    assert [line["implementation"] for line in lines] == ["xla", "mosaic"]
+    assert [line["implementation"] for line in lines] == ["xla", "mosaic", "mosaic+pdl"]
     expected = "no result within" if limit_s < 1 else "KeyError"
     assert all(expected in line["failure"] for line in lines)
     assert "failed" in bench_kernels._rows(lines)
@@ -60,5 +60,6 @@ def test_smoke_prints_a_row_and_writes_json(tmp_path: Path) -> None:
     (line,) = map(json.loads, output.read_text().splitlines())
     assert line["implementation"] == "xla"
     assert line["us"] > 0
+    assert line["busy_us"] > 0
     assert line["times_xla"] == 1
     assert "moe_experts/smoke" in ended.stdout
