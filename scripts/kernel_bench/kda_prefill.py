@@ -26,6 +26,7 @@ def cases() -> list[Case]:
             op="kda_prefill",
             shape=f"heads{heads}-{len(lengths)}x{lengths[0]}",
             build=functools.partial(_build, heads, lengths, DIM),
+            implementations=("xla", "mosaic"),
             peers={"fla": functools.partial(_fla, heads, lengths)},
             tolerance=2e-2,  # bfloat16 operands on one side
             limit_s=200.0,  # fla tunes itself
