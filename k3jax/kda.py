@@ -22,7 +22,7 @@ from pallas_kernels.kda import (
     read_states,
     write_states,
 )
-from pallas_kernels.numerics import contract, round_to, sigmoid_f32
+from pallas_kernels.numerics import round_to, sigmoid_f32
 from pallas_kernels.short_conv import short_conv
 
 
@@ -66,7 +66,7 @@ def kda_attention(
     source = jnp.where(meta.computed == 0, 0, meta.state_source[:, group])
     target = meta.state_target[:, group]
     with jax.named_scope("kda/project"):
-        qkv = round_to(contract("th,sch->tsc", x, w["qkv"]), x.dtype)
+        qkv = linear(x, w["qkv"].reshape(-1, x.shape[1])).reshape(num_tokens, 3, -1)
         f = linear(linear(x, w["f_a"]), w["f_b"]).reshape(num_tokens, heads, dim)
         b = linear(x, w["b"])
         gate = linear(linear(x, w["g_a"]), w["g_b"]) if "g_a" in w else linear(x, w["g"])

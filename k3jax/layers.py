@@ -24,6 +24,10 @@ from sharding.specs import local_shape
 
 Weights = Mapping[str, Array]
 
+# Fewest tokens of a product on a GPU. Of a product of one token with a layer's matrix XLA makes a
+# matrix-vector product, and copies the matrix out of the stack for it (docs/kernels.md).
+_LEAST_TOKENS = 8
+
 
 class Declared(nn.Module):
     """Parameters of one part of the model, stacked over its layers.
@@ -78,7 +82,16 @@ def linear(x: Float[Array, "*T i"], w: Float[Array, "o i"]) -> Float[Array, "*T 
 
 def linear_f32(x: Float[Array, "*T i"], w: Float[Array, "o i"]) -> Float[Array, "*T o"]:
     """`x W^T` in float32."""
-    return contract("...i,oi->...o", x, w)
+
+    def product(x: Array, w: Array) -> Array:
+        return contract("...i,oi->...o", x, w)
+
+    def padded(x: Array, w: Array) -> Array:
+        return product(jnp.pad(x, ((0, _LEAST_TOKENS - x.shape[0]), (0, 0))), w)[: x.shape[0]]
+
+    if x.ndim != 2 or x.shape[0] >= _LEAST_TOKENS:
+        return product(x, w)
+    return lax.platform_dependent(x, w, cuda=padded, default=product)
 
 
 def add(x: Float[Array, "*T d"], y: Float[Array, "*T d"]) -> Float[Array, "*T d"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from k3jax.config import ModelConfig
 from k3jax.layers import Weights, linear, linear_f32, rms_norm
 from pallas_kernels.moe import PackedWeight, moe_experts
-from pallas_kernels.numerics import contract, round_to
+from pallas_kernels.numerics import round_to
 from pallas_kernels.router import route
 from pallas_kernels.situ import situ_glu, swiglu
 from sharding import collectives, dispatch
@@ -37,7 +37,7 @@ def glu(
     cfg: ModelConfig,
 ) -> Float[Array, "T H"]:
     """Gated feed-forward network on this rank's columns; a float32 partial."""
-    both = round_to(contract("th,sfh->tsf", x, gate_up), x.dtype)
+    both = linear(x, gate_up.reshape(-1, x.shape[1])).reshape(x.shape[0], 2, -1)
     return linear_f32(activation(cfg)(both[:, 0], both[:, 1]), down)
 
 
@@ -94,7 +94,7 @@ def latent_moe(
         name: stack[layer] for name, stack in weights.items() if not name.startswith(("w13", "w2"))
     }
     with jax.named_scope("moe/route"):
-        logits = contract("th,eh->te", x.astype(jnp.float32), w["router"].astype(jnp.float32))
+        logits = linear_f32(x.astype(jnp.float32), w["router"].astype(jnp.float32))
         ids, mixing = route(
             logits,
             w["router_bias"],

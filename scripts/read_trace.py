@@ -72,8 +72,8 @@ def main() -> int:
     return 0
 
 
-def profiled(call: Callable[[], object], calls: int = 3) -> Summary:
-    """What some calls of one compiled program do on the device; XLA replays no graphs meanwhile.
+def profiled(call: Callable[[], object]) -> Summary:
+    """What one call of a compiled program does on the device; XLA replays no graphs meanwhile.
 
     Raises:
       ValueError: no operation ran.
@@ -82,8 +82,7 @@ def profiled(call: Callable[[], object], calls: int = 3) -> Summary:
 
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(calls):
-                jax.block_until_ready(call())
+            jax.block_until_ready(call())
         found = summaries(
             event for file in sorted(Path(folder).rglob("*.xplane.pb")) for event in read(file)
         )

@@ -1,7 +1,7 @@
 """`kda_decode_paged` in Triton, through jax-triton: for GPUs before Hopper.
 
 One program a row and head takes the state through registers, 64 value rows at a time. The pool is
-an operand that the call aliases with a result, so it stays in place if it was donated.
+a reference that the program changes, so it stays in place if it was donated.
 """
 
 import functools
@@ -101,16 +101,13 @@ def _launch(
 
     num_rows, _, heads, dim = qkv_S3ND.shape
     num_taps = taps_3NDX.shape[-1]
-    y_SND, pool_ZPWE = jax_triton.triton_call(
-        qkv_S3ND, f_SND, b_SN, gate_SND, taps_3NDX, A_log_N, dt_bias_ND, o_norm_D, pool_ZPWE,
+    pool_ref = jax.new_ref(pool_ZPWE)
+    y_SND = jax_triton.triton_call(
+        qkv_S3ND, f_SND, b_SN, gate_SND, taps_3NDX, A_log_N, dt_bias_ND, o_norm_D, pool_ref,
         position_1, source_S, target_S,
         kernel=decode_block,
         name="kda_decode_paged",
-        out_shape=[
-            jax.ShapeDtypeStruct(gate_SND.shape, gate_SND.dtype),
-            jax.ShapeDtypeStruct(pool_ZPWE.shape, pool_ZPWE.dtype),
-        ],
-        input_output_aliases={8: 1},
+        out_type=jax.ShapeDtypeStruct(gate_SND.shape, gate_SND.dtype),
         grid=(num_rows, heads),
         num_warps=max(1, dim * min(dim, _ROWS) // 2048),
         HEADS=heads,
@@ -123,4 +120,4 @@ def _launch(
         BOUND=0.0 if lower_bound is None else lower_bound,
         EPS=eps,
     )  # fmt: skip
-    return y_SND, pool_ZPWE
+    return y_SND, jax.freeze(pool_ref)

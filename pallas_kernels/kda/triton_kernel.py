@@ -9,15 +9,15 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 @triton.jit
 @no_type_check
 def decode_block(
-    qkv, f, b, gate, taps, A_log, dt_bias, o_norm, pool, position, source, target, y, new_pool,
+    qkv, f, b, gate, taps, A_log, dt_bias, o_norm, pool, position, source, target, y,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     TAPS: tl.constexpr, TAP_ROWS: tl.constexpr,
     PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, BOUND: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """One token of one head of one row, `ROWS` value rows of the state at a time.
 
-    `BOUND` 0 selects the softplus gate. `new_pool` is the buffer of `pool`, and the target page may
-    be the source page: what a step writes there is read before the barrier in front of it.
+    `BOUND` 0 selects the softplus gate. The pool is changed in place, and the target page may be the
+    source page: what a step writes there is read before the barrier in front of it.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     dtype = y.dtype.element_ty
@@ -30,7 +30,7 @@ def decode_block(
     source_page = tl.load(source + row)
     first_page = tl.load(position).to(tl.int64) * PAGES
     old = pool + (first_page + source_page) * PAGE_WORDS
-    new = new_pool + (first_page + target_page) * PAGE_WORDS
+    new = pool + (first_page + target_page) * PAGE_WORDS
 
     rate = tl.exp(tl.load(A_log + head))
     x = tl.load(f + place + channel).to(tl.float32) + tl.load(dt_bias + head * DIM + channel)
