@@ -24,9 +24,9 @@ from sharding.specs import local_shape
 
 Weights = Mapping[str, Array]
 
-# Fewest tokens of a product on a GPU. Of a product of one token with a layer's matrix XLA makes a
-# matrix-vector product, and copies the matrix out of the stack for it (docs/kernels.md).
-_LEAST_TOKENS = 8
+# A single token on a GPU is computed as so many: for a matrix-vector product XLA first copies the
+# layer's matrix out of its stack, which takes four times as long (docs/kernels.md).
+_TOKENS_FOR_ONE = 8
 
 
 class Declared(nn.Module):
@@ -87,9 +87,9 @@ def linear_f32(x: Float[Array, "*T i"], w: Float[Array, "o i"]) -> Float[Array, 
         return contract("...i,oi->...o", x, w)
 
     def padded(x: Array, w: Array) -> Array:
-        return product(jnp.pad(x, ((0, _LEAST_TOKENS - x.shape[0]), (0, 0))), w)[: x.shape[0]]
+        return product(jnp.pad(x, ((0, _TOKENS_FOR_ONE - 1), (0, 0))), w)[:1]
 
-    if x.ndim != 2 or x.shape[0] >= _LEAST_TOKENS:
+    if x.ndim != 2 or x.shape[0] != 1:
         return product(x, w)
     return lax.platform_dependent(x, w, cuda=padded, default=product)
 
