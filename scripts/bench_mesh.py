@@ -1,8 +1,9 @@
-"""Time meshes of two GPUs: MoE tails, expert dispatch, and steps of a truncated K3.
+"""Time meshes of two GPUs: MoE tails, collectives, expert dispatch, and steps of a truncated K3.
 
 Sections:
 
-* `tails`: the three forms of the MoE tail at K3's sizes, and bare collectives of the same sizes.
+* `tails`: three forms of the MoE tail at K3's sizes.
+* `collectives`: an all-reduce, an all-gather and a reduce-scatter alone.
 * `dispatch`: the forms of the exchange between two ranks of experts, with experts that return their
   input, and with real MXFP4 experts.
 * `steps`: decode and prefill of a few layers of K3 with random weights, through the server's step
@@ -28,49 +29,40 @@ wrong arguments.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import sys
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from mesh_bench import launch, report
-from mesh_bench.groups import LAYOUTS, SECTIONS, groups
+from mesh_bench import command, report
+from mesh_bench.groups import Group, Layout, Section
+
+_LIMITS_S: Mapping[tuple[Section, Layout], float] = {
+    ("tails", "process_per_gpu"): 120,
+    ("tails", "one_process"): 120,
+    ("collectives", "process_per_gpu"): 60,
+    ("collectives", "one_process"): 60,
+    ("dispatch", "process_per_gpu"): 110,
+    ("dispatch", "one_process"): 110,
+    ("steps", "process_per_gpu"): 210,
+    ("steps", "one_process"): 210,
+    ("steps", "one_gpu"): 150,
+}
+SECTIONS: tuple[Section, ...] = tuple(dict.fromkeys(section for section, _ in _LIMITS_S))
+
+
+def groups(sections: Sequence[str], layouts: Sequence[str]) -> list[Group]:
+    """The groups of some sections and layouts, in the order in which they run."""
+    return [
+        Group(section=section, layout=layout, limit_s=limit_s)
+        for (section, layout), limit_s in _LIMITS_S.items()
+        if section in sections and layout in layouts
+    ]
 
 
 def main() -> int:
     args = _parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes
-    deadline = time.monotonic() + args.total_s
-    commit = args.commit or report.checkout(Path(__file__).parent)
-    results: list[report.Line] = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.logs or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        for group in groups(args.sections, args.layouts):
-            limit_s = min(group.limit_s * args.limit_factor, deadline - time.monotonic())
-            lines = launch.run_group(
-                group, folder, args.cache or Path(temporary, "cache"),
-                smoke=args.smoke, limit_s=limit_s,
-            )  # fmt: skip
-            found = report.complete(group, lines, commit)
-            results += found
-            print(
-                f"{group.section} {group.layout}: {len(found)} lines, "
-                f"{lines[-1]['seconds']:.0f} s of at most {limit_s:.0f}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-            if args.json:
-                with args.json.open("a") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in found)
-    layers = report.layer_times(results)
-    if args.json:
-        with args.json.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in layers)
+    results = command.run(groups(args.sections, args.layouts), args, sizes="k3")
     failed = report.failures(results)
-    print(report.table([*results, *layers]))
+    print(report.table(results))
     print("\n".join(["", "greedy ids:", *report.same_ids(results)]))
     print("\n".join(["", f"failed: {len(failed)}", *failed]))
     return 1 if failed else 0
@@ -79,24 +71,8 @@ def main() -> int:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line a case")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the processes' logs here")
-    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep compiled programs here")
-    parser.add_argument("--commit", help="to record where this is no checkout")
-    parser.add_argument(
-        "--total-s", type=float, default=510.0, help="of the whole run (default: 510)"
-    )
-    parser.add_argument(
-        "--limit-factor", type=float, default=1.0, help="of the groups' time limits (default: 1)"
-    )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the benchmark out")
-    args = parser.parse_args()
-    try:
-        launch.check_flags(os.environ)
-    except launch.ForbiddenFlag as error:
-        parser.error(str(error))
-    return args
+    command.add_options(parser, total_s=510.0)
+    return command.parse(parser)
 
 
 if __name__ == "__main__":

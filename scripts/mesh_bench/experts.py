@@ -1,4 +1,4 @@
-"""The exchange of tokens with the experts of two ranks, in its three forms."""
+"""The exchange of tokens with the experts of all ranks, in its three forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 from mesh_bench.arrays import Leaf, fill, normal, unit
 from mesh_bench.chains import FEEDBACK, Chain, call_chain, run_chains, zeros
-from mesh_bench.groups import DISPATCH_FORMS, NUM_DEVICES, Sizes
+from mesh_bench.groups import Group, Sizes
 from mesh_bench.record import Recorder
 
 from pallas_kernels.moe import PackedWeight, dequantize, moe_experts
@@ -39,15 +39,15 @@ _BETA, _LINEAR_BETA = 4.0, 25.0
 Experts = Callable[[Array, Array, Array, Mapping[str, Array]], Array]
 
 
-def run(recorder: Recorder) -> None:
+def run(recorder: Recorder, group: Group) -> None:
     """Time all cases at all token counts."""
     sizes = recorder.sizes
-    parallel = ParallelConfig(dp=NUM_DEVICES)
+    parallel = ParallelConfig(dp=group.num_devices)
     mesh = make_mesh(parallel)
     chains = [call_chain(mesh, sizes.hidden, sizes.exchange_chain)]
     for tokens in sizes.dispatch_tokens:
-        chains += _plain_chains(mesh, parallel, sizes, tokens)
-    chains += _expert_chains(mesh, parallel, sizes)
+        chains += _plain_chains(mesh, parallel, sizes, tokens, group)
+    chains += _expert_chains(mesh, parallel, sizes, group)
     if jax.default_backend() == "cpu":
         recorder.note("no ragged all-to-all on CPUs")
         chains = [chain for chain in chains if "ragged" not in chain.case]
@@ -55,7 +55,7 @@ def run(recorder: Recorder) -> None:
     run_chains(chains, mesh, recorder)
 
 
-def _tokens(sizes: Sizes, tokens: int) -> dict[str, Leaf]:
+def _tokens(sizes: Sizes, ranks: int, tokens: int) -> dict[str, Leaf]:
     """Latents, distinct experts and mixing weights of the tokens of all ranks."""
     stride = sizes.num_experts // sizes.num_choices
 
@@ -63,9 +63,9 @@ def _tokens(sizes: Sizes, tokens: int) -> dict[str, Leaf]:
         choice = lax.broadcasted_iota(jnp.int32, words.shape, 1)
         return choice * stride + (words % jnp.uint32(stride)).astype(jnp.int32)
 
-    shape = (NUM_DEVICES * tokens, sizes.num_choices)
+    shape = (ranks * tokens, sizes.num_choices)
     return {
-        "z": Leaf((NUM_DEVICES * tokens, sizes.latent), normal(1.0, "bfloat16"), _ROWS),
+        "z": Leaf((ranks * tokens, sizes.latent), normal(1.0, "bfloat16"), _ROWS),
         "ids": Leaf(shape, ids, _ROWS),
         "mixing": Leaf(shape, lambda words: (unit(words) + 1.0) / sizes.num_choices, _ROWS),
     }
@@ -93,9 +93,11 @@ def _operation(
     return exchange(parallel, axes, local, z, ids, mixing, num_local=num_local)
 
 
-def _plain_chains(mesh: Mesh, parallel: ParallelConfig, sizes: Sizes, tokens: int) -> list[Chain]:
+def _plain_chains(
+    mesh: Mesh, parallel: ParallelConfig, sizes: Sizes, tokens: int, group: Group
+) -> list[Chain]:
     """Experts that return their input, so that little but the exchange is left."""
-    num_local = sizes.num_experts // NUM_DEVICES
+    num_local = sizes.num_experts // group.num_devices
 
     def experts(z: Array, ids: Array, mixing: Array, _: Mapping[str, Array]) -> Array:
         local = ids - first_expert(parallel, num_local)
@@ -109,7 +111,7 @@ def _plain_chains(mesh: Mesh, parallel: ParallelConfig, sizes: Sizes, tokens: in
     def own_rank(held: Mapping[str, Array]) -> Array:
         return experts(held["z"], held["ids"], held["mixing"], held)
 
-    leaves = _tokens(sizes, tokens)
+    leaves = _tokens(sizes, group.num_devices, tokens)
     inputs = fill(mesh, leaves)
     specs = {name: leaf.spec for name, leaf in leaves.items()}
     return [
@@ -125,15 +127,15 @@ def _plain_chains(mesh: Mesh, parallel: ParallelConfig, sizes: Sizes, tokens: in
             most_error=_PLAIN_ERROR,
             collectives=_WRITTEN[form],
         )
-        for form in ("none", *DISPATCH_FORMS)
+        for form in ("none", *group.dispatch_forms)
     ]
 
 
-def _expert_chains(mesh: Mesh, parallel: ParallelConfig, sizes: Sizes) -> list[Chain]:
-    """Real experts on MXFP4 weights, half of them on each rank."""
-    num_local = sizes.num_experts // NUM_DEVICES
+def _expert_chains(mesh: Mesh, parallel: ParallelConfig, sizes: Sizes, group: Group) -> list[Chain]:
+    """Real experts on MXFP4 weights, an equal share of them on each rank."""
+    num_local = sizes.num_experts // group.num_devices
     tokens = sizes.expert_tokens
-    leaves = _tokens(sizes, tokens) | _expert_weights(sizes)
+    leaves = _tokens(sizes, group.num_devices, tokens) | _expert_weights(sizes)
     inputs = fill(mesh, leaves)
     specs = {name: leaf.spec for name, leaf in leaves.items()}
 
@@ -157,7 +159,7 @@ def _expert_chains(mesh: Mesh, parallel: ParallelConfig, sizes: Sizes) -> list[C
             most_error=_EXPERTS_ERROR,
             collectives=_WRITTEN[form],
         )
-        for form in DISPATCH_FORMS
+        for form in group.dispatch_forms
     ]
 
 

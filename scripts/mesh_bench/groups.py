@@ -1,4 +1,4 @@
-"""What the mesh benchmark measures: groups of cases, and the sizes of each. Never imports jax."""
+"""What the mesh benchmarks measure: groups of cases, and the sizes of each. Never imports jax."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-Section = Literal["tails", "dispatch", "steps"]
-# One process that drives both devices; one process a device; one device alone.
+Section = Literal["tails", "collectives", "dispatch", "steps", "layers", "model"]
+# One process that drives all devices; one process a device; one device alone.
 Layout = Literal["one_process", "process_per_gpu", "one_gpu"]
 
-SECTIONS: tuple[Section, ...] = get_args(Section)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 TAIL_FORMS = ("all_reduce", "columns", "folded")
+FUSED = "fused"  # the tail that is a kernel: for one process, and few tokens
+FUSED_TOKENS = 32
 DISPATCH_FORMS = ("all_gather", "all_to_all", "ragged")
-NUM_DEVICES = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,19 +23,42 @@ class Group:
 
     Attributes:
       limit_s: until when the processes must be done, from their start.
+      ranks: devices of the layouts that use several.
+      form: the only form of a tail or a dispatch, or the only truncation, that is measured; None
+        for all.
+      most_layers: of the section `model`.
     """
 
     section: Section
     layout: Layout
     limit_s: float
+    ranks: int = 2
+    form: str | None = None
+    most_layers: int = 12
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, (self.section, self.form, self.layout)))
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.layout == "one_gpu" else self.ranks
 
     @property
     def num_processes(self) -> int:
-        return NUM_DEVICES if self.layout == "process_per_gpu" else 1
+        return self.num_devices if self.layout == "process_per_gpu" else 1
 
     @property
     def devices_per_process(self) -> int:
-        return NUM_DEVICES if self.layout == "one_process" else 1
+        return self.num_devices // self.num_processes
+
+    @property
+    def tail_forms(self) -> tuple[str, ...]:
+        return TAIL_FORMS if self.form is None else (self.form,)
+
+    @property
+    def dispatch_forms(self) -> tuple[str, ...]:
+        return DISPATCH_FORMS if self.form is None else (self.form,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +68,7 @@ class Sizes:
     Attributes:
       hidden, latent: widths of the residual stream and of the experts' input.
       tail_tokens: token counts of the MoE tail; from `large_tokens` on, all chains are shorter.
+      collective_bytes: of the whole array of bare collectives.
       dispatch_tokens: tokens of one rank; `expert_tokens` of these with real experts.
       chain, exchange_chain, large_chain, expert_chain: dependent operations in one call.
       base: layers of the shortest truncated model, in order: K for KDA, M for MLA.
@@ -60,6 +84,7 @@ class Sizes:
     num_experts: int
     num_choices: int
     tail_tokens: Sequence[int]
+    collective_bytes: Sequence[int]
     large_tokens: int
     dispatch_tokens: Sequence[int]
     expert_tokens: int
@@ -86,9 +111,9 @@ class Sizes:
         return self.large_chain if tokens >= self.large_tokens else self.exchange_chain
 
     @property
-    def truncations(self) -> tuple[str, str, str]:
-        """The shortest model, and it with one more layer of either kind."""
-        return self.base, self.base + "K", self.base + "M"
+    def truncations(self) -> dict[str, str]:
+        """Layers of the shortest model, and of it with one more layer of either kind."""
+        return {"base": self.base, "kda": self.base + "K", "mla": self.base + "M"}
 
 
 K3 = Sizes(
@@ -98,6 +123,7 @@ K3 = Sizes(
     num_experts=896,
     num_choices=16,
     tail_tokens=(1, 8, 32, 128, 512, 2048),
+    collective_bytes=(7_168, 28_672, 114_688, 917_504),
     large_tokens=512,
     dispatch_tokens=(8, 64, 512, 4096),
     expert_tokens=64,
@@ -124,6 +150,7 @@ SMOKE = Sizes(
     num_experts=12,
     num_choices=3,
     tail_tokens=(1, 8),
+    collective_bytes=(1_536,),
     large_tokens=8,
     dispatch_tokens=(6,),
     expert_tokens=6,
@@ -160,24 +187,13 @@ SMOKE = Sizes(
     },
 )
 
-_LIMITS_S: Mapping[tuple[Section, Layout], float] = {
-    ("tails", "process_per_gpu"): 120,
-    ("tails", "one_process"): 120,
-    ("dispatch", "process_per_gpu"): 110,
-    ("dispatch", "one_process"): 110,
-    ("steps", "process_per_gpu"): 210,
-    ("steps", "one_process"): 210,
-    ("steps", "one_gpu"): 150,
-}
+# Sizes of `bench_tp`: steps of decode.
+K3_DECODE = dataclasses.replace(
+    K3, tail_tokens=(1, 8, 32, 128), collective_bytes=(7_168, 28_672, 114_688),
+    dispatch_tokens=(8, 64), prefill_tokens=(),
+)  # fmt: skip
 
-
-def groups(sections: Sequence[str], layouts: Sequence[str]) -> list[Group]:
-    """The groups of some sections and layouts, in the order in which they run."""
-    return [
-        Group(section=section, layout=layout, limit_s=limit_s)
-        for (section, layout), limit_s in _LIMITS_S.items()
-        if section in sections and layout in layouts
-    ]
+SIZES: Mapping[str, Sizes] = {"k3": K3, "k3_decode": K3_DECODE, "smoke": SMOKE}
 
 
 def text_config(released: Mapping[str, Any], layers: str, sizes: Sizes) -> dict[str, Any]:

@@ -72,42 +72,46 @@ def environment(
 
 
 def run_group(
-    group: Group, folder: Path, cache: Path, *, smoke: bool, limit_s: float
+    group: Group, folder: Path, cache: Path, *, sizes: str, limit_s: float
 ) -> list[dict[str, Any]]:
     """Run one group and return its lines, a failure of the whole group included.
 
     Args:
       folder: for results and logs; they are named after the group.
+      sizes: a name of `groups.SIZES`.
       limit_s: seconds after which the processes are killed; what they wrote until then counts.
     """
-    name = f"{group.section}-{group.layout}"
-    out = folder / f"{name}.jsonl"
-    logs = [folder / f"{name}.{index}.log" for index in range(group.num_processes)]
+    out = folder / f"{group.name}.jsonl"
+    logs = [folder / f"{group.name}.{index}.log" for index in range(group.num_processes)]
     order = {
         "group": dataclasses.asdict(group),
-        "smoke": smoke,
+        "sizes": sizes,
         "out": str(out),
         "coordinator": f"127.0.0.1:{_free_port()}",
     }
-    start = time.monotonic()
+    deadline = time.monotonic() + limit_s
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
                 _process(
                     order | {"process": index},
                     log,
-                    environment(group, cache, os.environ, smoke=smoke),
+                    environment(group, cache, os.environ, smoke=sizes == "smoke"),
                 )
             )
             for index, log in enumerate(logs)
         ]
-        failure = _wait(processes, start + limit_s)
+        failure = _wait(processes, deadline)
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     if failure:
         where, what = failure
-        lines.append({"case": "group", "shapes": {}, "failure": f"{what}: {_last(logs[where])}"})
-    lines.append({"seconds": time.monotonic() - start})
+        lines.append(failed(f"{what}: {_last(logs[where])}"))
     return lines
+
+
+def failed(why: str) -> dict[str, Any]:
+    """The line of a group that did not end well."""
+    return {"case": "group", "shapes": {}, "failure": why}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Results of the mesh benchmark: one JSON line a case, and tables. Never imports jax."""
+"""Results of the mesh benchmarks: one JSON line a case, and tables. Never imports jax."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from mesh_bench.groups import LAYOUTS, Group
 Line = dict[str, Any]
 _LAYERS: Mapping[str, str] = {"layer/kda": "K", "layer/mla": "M"}
 _OF_SAMPLES = {"samples", "p10", "p90", "operations", "greedy_ids"}
+_SIZES = {"tokens": "T", "tokens_per_rank": "T/rank", "rows": "rows", "bytes": "bytes"}
 _PERCENTILES = {"median": 50, "p10": 10, "p90": 90}
 
 
 def complete(group: Group, lines: Iterable[Mapping[str, Any]], commit: str) -> list[Line]:
     """The lines of a group with medians, the cost of the call taken off, and circumstances."""
-    known: Line = {"commit": commit, "section": group.section, "layout": group.layout}
+    known: Line = {"commit": commit, "group": group.name} | {
+        "section": group.section, "layout": group.layout, "ranks": group.ranks,
+    }  # fmt: skip
     found: list[Line] = []
     for line in lines:
         if "circumstances" in line:
@@ -83,8 +86,49 @@ def same_ids(results: Sequence[Line]) -> list[str]:
 
 def table(results: Sequence[Line]) -> str:
     """All cases as text, the layouts side by side; `net` is without the call's share."""
+    rows = _rows(results)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def markdown(results: Sequence[Line]) -> str:
+    """The circumstances, a table for each section, the greedy ids, and what failed."""
+    parts: list[str] = []
+    for line in results[:1]:
+        device = line.get("device", {})
+        versions = " ".join(f"{name} {text}" for name, text in line.get("versions", {}).items())
+        parts.append(f"{device.get('count', '?')} x {device.get('kind', '?')}, {versions}")
+        parts.append(f"Commit {line['commit']}. Medians; `net` is without the share of the call.")
+    for section in dict.fromkeys(line["section"] for line in results):
+        head, *rows = _rows([line for line in results if line["section"] == section])
+        lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+        parts.append("\n".join([f"## {section}", "", *lines]))
+    failed = failures(results)
+    for title, texts in (("Greedy ids", same_ids(results)), (f"Failed: {len(failed)}", failed)):
+        parts.append("\n".join([f"## {title}", "", *(f"- {text}" for text in texts or ["none"])]))
+    return "\n\n".join(parts) + "\n"
+
+
+def series(results: Sequence[Line]) -> dict[tuple[str, str], dict[str, list[tuple[int, float]]]]:
+    """Times by size of each case and layout, for each section and unit; `net` where it is known."""
+    found: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
+    for line in results:
+        sizes = [line["shapes"][name] for name in _SIZES if name in line["shapes"]]
+        if sizes and "median" in line:
+            panel = found.setdefault((line["section"], line["unit"]), {})
+            points = panel.setdefault(f"{line['case']}, {line['layout']}", [])
+            points.append((sizes[0], line.get("net", line["median"])))
+    return found
+
+
+def _rows(results: Sequence[Line]) -> list[list[str]]:
+    """A head and a row for each case; columns for each layout that has results."""
+    layouts = [layout for layout in LAYOUTS if any(line["layout"] == layout for line in results)]
     rows = [["case", "size", "unit"]]
-    for layout in LAYOUTS:
+    for layout in layouts:
         rows[0] += [layout, "p10", "p90", "net"]
     by_case: dict[tuple[str, str], dict[str, Line]] = {}
     for line in results:
@@ -93,24 +137,19 @@ def table(results: Sequence[Line]) -> str:
     for (case, size), lines in by_case.items():
         units = {line["unit"] for line in lines.values() if "unit" in line}
         row = [case, size, *(units or {"-"})]
-        for layout in LAYOUTS:
+        for layout in layouts:
             line = lines.get(layout, {})
             mark = "" if line.get("collectives_as_written", True) else "!"
             row += [f"{_number(line, 'median')}{mark}"]
             row += [_number(line, name) for name in ("p10", "p90", "net")]
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return rows
 
 
 def failures(results: Sequence[Line]) -> list[str]:
     """One text for each case and group that failed."""
     return [
-        f"{line['section']} {line['layout']} {line['case']} {_size(line['shapes'])}: "
-        f"{line['failure']}"
+        f"{line['group']} {line['case']} {_size(line['shapes'])}: {line['failure']}"
         for line in results
         if "failure" in line
     ]
@@ -128,8 +167,7 @@ def checkout(folder: Path) -> str:
 
 def _size(shapes: Mapping[str, Any]) -> str:
     """The count that tells cases of one name apart."""
-    names = {"tokens": "T", "tokens_per_rank": "T/rank", "rows": "rows"}
-    return " ".join(f"{text} {shapes[name]}" for name, text in names.items() if name in shapes)
+    return " ".join(f"{text} {shapes[name]}" for name, text in _SIZES.items() if name in shapes)
 
 
 def _number(line: Mapping[str, Any], name: str) -> str:

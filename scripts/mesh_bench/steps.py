@@ -1,7 +1,8 @@
 """Steps of a truncated K3 through the server's own programs: decode and prefill.
 
 Three truncations differ by one layer, so their differences are the time of a KDA layer and of an
-MLA layer, both with their experts. Weights and cache are random. Values are not compared with a
+MLA layer, both with their experts. A longer model has as many layers as fit. Weights and cache are
+random. Values are not compared with a
 dense computation here, which the tests do: a step must be finite, send every token to its experts,
 and its greedy ids are recorded so that layouts and forms can be compared.
 """
@@ -11,17 +12,19 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int32
 from mesh_bench.arrays import Leaf, fill, normal, unit
 from mesh_bench.experts import random_codes, random_scales
-from mesh_bench.groups import NUM_DEVICES, TAIL_FORMS, Layout, Sizes, text_config
+from mesh_bench.groups import FUSED, FUSED_TOKENS, TAIL_FORMS, Group, Sizes, text_config
 from mesh_bench.record import Recorder
 from mesh_bench.timing import WrongResult, sample
 
@@ -42,6 +45,7 @@ from sharding.mesh import make_mesh
 _CONFIG = Path(__file__).parents[2] / "tests" / "data" / "k3-config.json"
 _DTYPE = "bfloat16"
 _RECORDED_IDS = 64
+_MOST_OF_MEMORY = 0.85  # for weights and cache; the rest is work space
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,34 +71,64 @@ class Truncation:
     params: Mapping[str, Mapping[str, Any]]
 
 
-def run(recorder: Recorder, layout: Layout) -> None:
-    """Time all steps of a layout, one truncation after the other."""
+def run(recorder: Recorder, group: Group) -> None:
+    """Time the steps of a group, one truncation after the other."""
     sizes = recorder.sizes
-    parallel = ParallelConfig(tp=1 if layout == "one_gpu" else NUM_DEVICES)
+    parallel = ParallelConfig(tp=group.num_devices)
     mesh = make_mesh(parallel)
-    for layers in sizes.truncations:
+    if group.section == "model":
+        truncations = [longest(sizes, parallel, mesh, group.most_layers)]
+    elif group.form is not None:
+        truncations = [sizes.truncations[group.form]]
+    else:
+        truncations = list(sizes.truncations.values())
+    for layers in truncations:
         # The weights of one truncation are freed before those of the next are made.
-        _run_truncation(make_truncation(layers, sizes, parallel, mesh), recorder)
+        truncation = make_truncation(layers, sizes, parallel, mesh)
+        page_tokens = truncation.program.layout.page_tokens
+        match group.section:
+            case "model":
+                todo = decode_variants(group.tail_forms, sizes, parallel, page_tokens)
+            case "layers":
+                todo = decode_variants(TAIL_FORMS[:1], sizes, parallel, page_tokens)
+            case _:
+                todo = variants(layers, sizes, parallel, page_tokens)
+        _run_truncation(truncation, todo, recorder)
+
+
+def decode_variants(
+    forms: Sequence[str], sizes: Sizes, parallel: ParallelConfig, page_tokens: int
+) -> list[Variant]:
+    """Decode steps with some forms of the MoE tail; on one device there is none."""
+    pages = -(-sizes.context_tokens // page_tokens)
+    return [
+        Variant(
+            label="alone" if parallel.tp == 1 else form,
+            parallel=dataclasses.replace(parallel, tail=form),
+            buckets=tuple(
+                Bucket("decode", rows, rows, pages)
+                for rows in sizes.rows
+                if form != FUSED or rows <= FUSED_TOKENS
+            ),
+        )
+        for form in forms
+    ]
 
 
 def variants(
     layers: str, sizes: Sizes, parallel: ParallelConfig, page_tokens: int
 ) -> list[Variant]:
     """What is timed of a truncation: all forms of the shortest, of the others one."""
-    pages = -(-sizes.context_tokens // page_tokens)
-    decode = tuple(Bucket("decode", rows, rows, pages) for rows in sizes.rows)
+    is_base = layers == sizes.base
+    forms = TAIL_FORMS if is_base and parallel.tp > 1 else TAIL_FORMS[:1]
+    found = decode_variants(forms, sizes, parallel, page_tokens)
     prefill = tuple(
         Bucket("prefill", tokens, 1, -(-tokens // page_tokens)) for tokens in sizes.prefill_tokens
     )
-    if parallel.tp == 1:
-        steps = decode if layers != sizes.base else decode + prefill
-        return [Variant(label="alone", parallel=parallel, buckets=steps)]
-    forms = TAIL_FORMS if layers == sizes.base else TAIL_FORMS[:1]
-    found = [
-        Variant(label=form, parallel=dataclasses.replace(parallel, tail=form), buckets=decode)
-        for form in forms
-    ]
-    if layers == sizes.base:
+    if is_base and parallel.tp == 1:
+        (alone,) = found
+        return [dataclasses.replace(alone, buckets=alone.buckets + prefill)]
+    if is_base:
         found += [
             Variant(
                 label=f"tokens_{choice}",
@@ -106,25 +140,61 @@ def variants(
     return found
 
 
+def longest(sizes: Sizes, parallel: ParallelConfig, mesh: Mesh, most_layers: int) -> str:
+    """The first layers of K3, as many as fit into a device's memory, up to `most_layers`."""
+    attention = json.loads(_CONFIG.read_text())["text_config"]["linear_attn_config"]
+    numbers = range(1, most_layers + 1)
+    layers = "".join("K" if number in attention["kda_layers"] else "M" for number in numbers)
+    memory = jax.local_devices()[0].memory_stats()
+    if memory is None:  # a CPU
+        return layers
+    fitting = (
+        count
+        for count in reversed(numbers)
+        if bytes_of_rank(make_program(layers[:count], sizes, parallel), mesh)
+        <= _MOST_OF_MEMORY * memory["bytes_limit"]
+    )
+    return layers[: next(fitting, 1)]
+
+
+def bytes_of_rank(program: Program, mesh: Mesh) -> int:
+    """Bytes of a rank's weights and cache."""
+    pool = abstract_pool(program.layout, program.parallel.num_ranks)
+    arrays = [(pool.shape, pool.dtype, program.pool_spec)] + [
+        (spec.shape, _dtype(spec), program.param_specs[part][name])
+        for part, specs in describe(program.cfg).items()
+        for name, spec in specs.items()
+    ]
+    return sum(
+        math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * jnp.dtype(dtype).itemsize
+        for shape, dtype, spec in arrays
+    )
+
+
 def make_truncation(layers: str, sizes: Sizes, parallel: ParallelConfig, mesh: Mesh) -> Truncation:
     """Configuration and random weights of a truncation."""
+    program = make_program(layers, sizes, parallel)
+    return Truncation(
+        layers=layers, program=program, mesh=mesh, params=random_params(program, mesh)
+    )
+
+
+def make_program(layers: str, sizes: Sizes, parallel: ParallelConfig) -> Program:
+    """Configuration of a truncation, with a cache for the largest steps."""
     cfg = ModelConfig.from_hf(text_config(json.loads(_CONFIG.read_text()), layers, sizes))
     spec = cache_spec(cfg, tp=parallel.tp, dtype=_DTYPE)
     unit_tokens = sizes.page_unit_tokens
     state_tokens = -(-spec.state_bytes // spec.token_bytes)
     page_tokens = -(-state_tokens // unit_tokens) * unit_tokens
-    attention_pages = -(-max(sizes.context_tokens, *sizes.prefill_tokens) // page_tokens)
+    attention_pages = -(-max((sizes.context_tokens, *sizes.prefill_tokens)) // page_tokens)
     num_pages = 1 + max(sizes.rows) * (attention_pages + len(spec.recurrent_groups))
     cache = CacheConfig(page_tokens=page_tokens, num_pages=num_pages)
-    program = Program(
+    return Program(
         cfg=cfg,
         parallel=parallel,
         layout=pool_layout(cfg, cache, spec, tp=parallel.tp, dtype=_DTYPE),
         dtype=_DTYPE,
         max_rows=max(sizes.rows),
-    )
-    return Truncation(
-        layers=layers, program=program, mesh=mesh, params=random_params(program, mesh)
     )
 
 
@@ -144,7 +214,7 @@ def random_params(program: Program, mesh: Mesh) -> dict[str, dict[str, Any]]:
 
 def _maker(name: str, spec: ParamSpec) -> Any:
     """How to make the values of a parameter from random words."""
-    dtype = _DTYPE if spec.dtype == "compute" else spec.dtype
+    dtype = _dtype(spec)
     match spec.init:
         case "bytes":
             return random_scales if name.endswith("_scales") else random_codes
@@ -158,9 +228,11 @@ def _maker(name: str, spec: ParamSpec) -> Any:
             return normal(spec.shape[-1] ** -0.5, dtype)
 
 
-def _run_truncation(truncation: Truncation, recorder: Recorder) -> None:
-    page_tokens = truncation.program.layout.page_tokens
-    todo = variants(truncation.layers, recorder.sizes, truncation.program.parallel, page_tokens)
+def _dtype(spec: ParamSpec) -> str:
+    return _DTYPE if spec.dtype == "compute" else spec.dtype
+
+
+def _run_truncation(truncation: Truncation, todo: Sequence[Variant], recorder: Recorder) -> None:
     recorder.note(f"{truncation.layers}: weights are on the devices")
 
     def build(variant: Variant) -> PagedModel:

@@ -20,7 +20,7 @@ def main() -> None:
     order: dict[str, Any] = json.loads(sys.argv[1])
     group = groups.Group(**order["group"])
     index: int = order["process"]
-    sizes = groups.SMOKE if order["smoke"] else groups.K3
+    sizes = groups.SIZES[order["sizes"]]
     recorder = Recorder(Path(order["out"]) if index == 0 else None, sizes)
     _start_jax(group, index, order["coordinator"])
     recorder.write({"circumstances": _circumstances()})
@@ -29,15 +29,19 @@ def main() -> None:
         case "tails":
             from mesh_bench import tails
 
-            tails.run(recorder)
+            tails.run(recorder, group)
+        case "collectives":
+            from mesh_bench import collectives
+
+            collectives.run(recorder, group)
         case "dispatch":
             from mesh_bench import experts
 
-            experts.run(recorder)
-        case "steps":
+            experts.run(recorder, group)
+        case "steps" | "layers" | "model":
             from mesh_bench import steps
 
-            steps.run(recorder, group.layout)
+            steps.run(recorder, group)
     recorder.note("done")
 
 
