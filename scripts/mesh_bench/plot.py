@@ -21,8 +21,10 @@ def draw(results: Sequence[Line], path: Path) -> None:
     for panel, ((section, unit), lines) in zip(axes, panels.items(), strict=False):
         for label, points in lines.items():
             panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
+        sizes = sorted({size for points in lines.values() for size, _ in points})
         panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
+        panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        panel.set_ylim(bottom=0)
         panel.set_ylabel(unit)
         panel.set_title(section, loc="left", fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
