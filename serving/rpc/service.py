@@ -435,10 +435,15 @@ class EngineService(protocol.Servicer):
 
     async def _grammar(self, request: Request) -> GrammarMatcher | None:
         """What follows the grammar of a request; compiled in a thread of its own."""
-        grammar = request.sampling.grammar
-        if grammar is None or self._grammars is None:
+        sampling = request.sampling
+        if sampling.grammar is None or self._grammars is None:
             return None
-        return await asyncio.to_thread(self._grammars.matcher, grammar, request.eos_token_ids)
+        return await asyncio.to_thread(
+            self._grammars.matcher,
+            sampling.grammar,
+            request.eos_token_ids,
+            () if sampling.grammar_from_first_token else request.prompt,
+        )
 
 
 async def _forward(
