@@ -266,6 +266,11 @@ def _check_mesh(cfg: ModelConfig, parallel: ParallelConfig) -> list[str]:
             f"hidden_size does not divide over the mesh: got {cfg.hidden_size}; expected a "
             f"multiple of tp{parallel.tp}, or tail 'all_reduce'"
         )
+    if cfg.has_latent_moe and not cfg.has_latent_norm and parallel.tail == "fused":
+        problems.append(
+            "tail is not for this model: got 'fused' and latent_moe_use_norm false; expected a "
+            "norm of the latents, or another tail"
+        )
     return problems
 
 

@@ -12,11 +12,12 @@ from jaxtyping import Array, Bool, Float, Int32
 from k3jax.config import ModelConfig
 from k3jax.layers import Weights, linear, linear_f32, rms_norm
 from pallas_kernels.moe import PackedWeight, moe_experts
+from pallas_kernels.moe_tail import moe_tail
 from pallas_kernels.numerics import round_to
 from pallas_kernels.router import route
 from pallas_kernels.situ import situ_glu, swiglu
 from sharding import collectives, dispatch
-from sharding.axes import ParallelConfig
+from sharding.axes import TP, ParallelConfig
 
 
 def activation(cfg: ModelConfig) -> Callable[[Array, Array], Array]:
@@ -152,6 +153,10 @@ def _tail(
     if not cfg.has_latent_moe:
         return round_to(collectives.sum_partials(routed + shared), dtype)
     form = collectives.choose_tail(parallel, cfg.hidden_size, routed.shape[0])
+    if form == "fused":
+        return moe_tail(
+            routed, shared, w["latent_norm"], w["latent_up"], axis=TP, eps=cfg.rms_norm_eps
+        )
     return collectives.moe_tail(
         form, routed, shared, norm=norm, up=w["latent_up"], linear=linear_f32,
         finish=lambda x: round_to(x, dtype),

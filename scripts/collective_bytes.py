@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
-from sharding.axes import Dispatch, Experts, ParallelConfig, ShardTokens, TailForm, parse_mesh
+from sharding.axes import CollectiveTail, Dispatch, Experts, ParallelConfig, ShardTokens, parse_mesh
 from sharding.devices import prepare_devices
 
 _K3 = Path(__file__).parents[1] / "tests" / "data" / "k3-config.json"
@@ -134,7 +134,7 @@ def _parse_args() -> argparse.Namespace:
     size.add_argument("--tokens", type=_positive, help="of a prefill step")
     parser.add_argument("--experts", choices=get_args(Experts), default="ep")
     parser.add_argument("--dispatch", choices=get_args(Dispatch), default="all_gather")
-    parser.add_argument("--tail", choices=("auto", *get_args(TailForm)), default="auto")
+    parser.add_argument("--tail", choices=("auto", *get_args(CollectiveTail)), default="auto")
     parser.add_argument("--shard-tokens", choices=get_args(ShardTokens), default="auto")
     parser.add_argument(
         "--rounds", type=_positive, default=1, help="of a padded all-to-all in a loop (default: 1)"

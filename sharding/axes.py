@@ -15,8 +15,9 @@ TP = "tp"
 
 Experts = Literal["ep", "tp"]
 Dispatch = Literal["all_gather", "all_to_all", "ragged"]
-TailForm = Literal["all_reduce", "columns", "folded"]
-Tail = Literal["auto", "all_reduce", "columns", "folded"]
+CollectiveTail = Literal["all_reduce", "columns", "folded"]
+TailForm = Literal[CollectiveTail, "fused"]
+Tail = Literal["auto", TailForm]
 ShardTokens = Literal["auto", "on", "off"]
 
 
@@ -29,8 +30,9 @@ class ParallelConfig:
       tp: ranks that share one replica's heads and columns.
       experts: `ep` gives each rank whole experts, `tp` a slice of every expert.
       dispatch: how tokens reach experts of other ranks; see `sharding.dispatch`.
-      tail: how the partial results behind the experts become one; see `collectives.moe_tail`.
-        `auto` chooses by the number of tokens.
+      tail: how the partial results behind the experts become one; see `collectives.moe_tail`, and
+        `pallas_kernels.moe_tail` for `fused`. `auto` chooses one of the former by the number of
+        tokens.
       shard_tokens: whether residuals, norms, router and latent projections of a prefill step are
         split by tokens over `tp`; `auto` does so where the tokens divide.
     """

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from sharding.axes import DP, TP, ParallelConfig, TailForm
+from sharding.axes import DP, TP, CollectiveTail, ParallelConfig, TailForm
 
 
 def sum_partials(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
@@ -82,7 +82,7 @@ _FOLDED_FROM_TOKENS = 256
 
 
 def moe_tail(
-    form: TailForm,
+    form: CollectiveTail,
     routed: Float[Array, "T L"],
     shared: Float[Array, "T H"],
     *,

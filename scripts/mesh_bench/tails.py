@@ -17,7 +17,7 @@ from mesh_bench.record import Recorder
 
 from k3jax.layers import linear_f32, rms_norm
 from pallas_kernels.numerics import contract, round_to
-from sharding.axes import TP, ParallelConfig, TailForm
+from sharding.axes import TP, CollectiveTail, ParallelConfig
 from sharding.collectives import moe_tail
 from sharding.mesh import make_mesh
 
@@ -88,7 +88,7 @@ def _tail_chains(
     ]
 
 
-def _tail(form: TailForm, carry: Array, inputs: Mapping[str, Array]) -> Array:
+def _tail(form: CollectiveTail, carry: Array, inputs: Mapping[str, Array]) -> Array:
     """One tail; the last result goes into both partials."""
     last = FEEDBACK * carry.astype(jnp.float32)
     return moe_tail(

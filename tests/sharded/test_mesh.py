@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from k3jax.buckets import Bucket
 from k3jax.config import ConfigError, EngineConfig, ModelConfig, validate
 from k3jax.paged_model import PagedModel
 from k3jax.params import describe
+from pallas_kernels.settings import KernelSettings
 from sharding.axes import ParallelConfig, parse_mesh
 from sharding.mesh import make_mesh
 from sharding.specs import local_shape, partition_spec
@@ -110,6 +112,19 @@ def test_kf_m10_logits_do_not_depend_on_the_mesh(
         assert relative_error(logits, expected(packed)[i]) <= TOLERANCE
 
 
+def test_the_fused_tail_is_the_kernel_or_what_stands_in_for_it() -> None:
+    """On a CPU the operator's reference; no other implementation takes the kernel's place."""
+    program = program_of(config(packed=False), page_tokens=40, num_pages=16, tp=2, tail="fused")
+    reference = KernelSettings(implementation="reference")
+    model = open_model(dataclasses.replace(program, kernels=reference), [PREFILL, DECODE])
+    got = run(model, [[0, 1]])
+    for i, logits in got.items():
+        assert relative_error(logits, expected(False)[i]) <= TOLERANCE
+    if jax.default_backend() == "cpu":
+        with pytest.raises(ConfigError, match=r"decode step: moe_tail: .*not a Hopper GPU"):
+            open_model(program, [DECODE])
+
+
 ENGINE = EngineConfig(max_context_tokens=512)
 
 
@@ -143,6 +158,13 @@ def test_a_mesh_that_does_not_divide_lists_every_problem() -> None:
     assert found["num_experts does not divide over the mesh"].endswith(
         "got 16; expected a multiple of dp2 x tp3 = 6"
     )
+
+
+def test_the_fused_tail_needs_a_norm_of_the_latents() -> None:
+    cfg = dataclasses.replace(config(packed=True), has_latent_norm=False)
+    with pytest.raises(ConfigError, match="got 'fused' and latent_moe_use_norm false"):
+        validate(cfg, ParallelConfig(tp=2, tail="fused"), ENGINE)
+    validate(cfg, ParallelConfig(tp=2, tail="folded"), ENGINE)
 
 
 def test_kf_v18_the_output_layer_has_the_ids_of_the_vocabulary_and_no_more() -> None:
