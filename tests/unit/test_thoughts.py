@@ -30,14 +30,14 @@ def tokenizer(**control: int) -> Tokenizer:
     )  # fmt: skip
 
 
-def thought_after(prompt: Sequence[int]) -> Thought | None:
+def thought_after(prompt: Sequence[int], end_ids: Sequence[int] = (END,)) -> Thought | None:
     known = ThoughtFormat.read(tokenizer(**NAMES), VOCAB_SIZE)
     assert known is not None
-    return known.thought_after(prompt, [END])
+    return known.thought_after(prompt, end_ids)
 
 
-def opened() -> Thought:
-    thought = thought_after(OPENING)
+def opened(*end_ids: int) -> Thought:
+    thought = thought_after(OPENING, end_ids)
     assert thought is not None
     return thought
 
@@ -86,6 +86,10 @@ def test_a_thought_is_any_text_and_what_closes_it_is_prescribed() -> None:
         assert thought.has_ended or len(tokens_of(thought.mask())) == 1
     assert thought.has_ended
     assert thought.accept(b"{}") == b"{}"
+
+
+def test_no_token_that_ends_the_request_comes_in_a_thought() -> None:
+    assert tokens_of(opened(END, ord("."), OTHER).mask()) == {*range(256), CLOSE} - {ord(".")}
 
 
 class Follower:
