@@ -25,7 +25,7 @@ before every step that draws a token of it, and does not plan these rows ahead. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +72,14 @@ class RowMask(NamedTuple):
 def mask_words(vocab_size: int) -> int:
     """Words of a mask."""
     return -(-vocab_size // 32)
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> Int32[np.ndarray, " W"]:
+    """The mask that lets these tokens come; those beyond the vocabulary have no bit."""
+    ids = np.fromiter(token_ids, np.int64)
+    bits = np.zeros(32 * mask_words(vocab_size), np.bool_)
+    bits[ids[ids < vocab_size]] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def mask_calls(

@@ -6,10 +6,13 @@ Clients ask a set of questions over and over: mixed lengths, shared prefixes, gr
 with speculation. Some leave at any moment, some send bad requests. At half time the server gets
 SIGKILL and is started again. Checked:
 
-* every finished answer is the one that the question had alone, before the load;
+* every finished answer is the one that the question had alone, before the load and without a prefix
+  to reuse;
 * a bad request ends with INVALID_ARGUMENT, a stream that the kill cuts off with UNAVAILABLE, and
   nothing else fails;
 * after the load nothing runs, waits or holds a page, and FlushCache empties the pool;
+* in each life of the server requests were preempted, or the pool is too large to show anything of
+  that;
 * nothing was compiled while serving;
 * memory does not grow: its median in the last quarter of a server's life is at most `--growth`
   above that in the second quarter.
@@ -52,7 +55,7 @@ from serving.rpc.protocol import Stub, common  # noqa: E402
 _START_S = 600.0
 _REQUEST_S = 300.0
 _SAMPLE_S = 5.0
-_SHOWN = ("preemptions", "evictions", "reused_tokens", "tried_drafts", "taken_drafts", "steps")
+_SHOWN = ("evictions", "reused_tokens", "tried_drafts", "taken_drafts", "steps")
 
 
 def main() -> int:
@@ -82,7 +85,7 @@ class Process:
             *("--metrics-port", str(args.metrics_port), "--max-rows", str(args.max_rows)),
             *("--max-context", "2048", "--max-waiting-tokens", str(2048 * args.clients)),
             *("--speculate", args.speculate),
-            *([] if args.num_pages is None else ["--num-pages", str(args.num_pages)]),
+            *("--num-pages", str(args.num_pages)),
             *([] if args.cache_dir is None else ["--cache-dir", str(args.cache_dir)]),
         ]
         self._child = subprocess.Popen(
@@ -116,6 +119,7 @@ class Life:
 
     resident: list[float] = dataclasses.field(default_factory=list)
     compilations: float = 0.0
+    preemptions: float = 0.0
 
 
 class Soak:
@@ -160,6 +164,8 @@ class Soak:
         for life in self._lives:
             if life.compilations:
                 self._problem(f"{life.compilations:.0f} programs were compiled while serving")
+            if not life.preemptions:
+                self._problem("no request was preempted: choose fewer --num-pages")
         return {
             "minutes": self._args.minutes,
             "clients": self._args.clients,
@@ -169,6 +175,7 @@ class Soak:
                 for life in self._lives
             ],
             "growth": [round(share, 4) for share in grown],
+            "preemptions": [int(life.preemptions) for life in self._lives],
             "metrics": self._final,
             "problems": self._problems,
         }
@@ -179,6 +186,7 @@ class Soak:
             yield Stub(channel)
 
     async def _alone(self, stub: Stub, question: Question) -> list[int]:
+        await stub.FlushCache(common.FlushCacheRequest())
         tokens: list[int] = []
         async for reply in stub.Generate(question.message(self._name())):
             tokens += reply.chunk.token_ids
@@ -198,6 +206,7 @@ class Soak:
                 life.resident.append(resident_bytes(process.pid))
                 values = await asyncio.to_thread(scrape, process.metrics_port)
                 life.compilations = total(values, "k3jax_compilations_total")
+                life.preemptions = total(values, "k3jax_preemptions_total")
             if kill:
                 self._say("killed")
                 killed.set()
@@ -269,15 +278,7 @@ class Soak:
         idle = sum(value for name, value in values.items() if 'state="idle"' in name)
         if not reply.success or idle:
             self._problem(f"FlushCache left {idle:.0f} pages: {reply.message}")
-        shown = (
-            "preemptions",
-            "evictions",
-            "reused_tokens",
-            "tried_drafts",
-            "taken_drafts",
-            "steps",
-        )
-        self._final = {name: total(values, f"k3jax_{name}_total") for name in shown}
+        self._final = {name: total(values, f"k3jax_{name}_total") for name in _SHOWN}
 
     def _name(self) -> str:
         self._asked += 1
@@ -301,6 +302,7 @@ def _parse_args() -> argparse.Namespace:
         ("--clients", int, 64, "at once"),
         ("--questions", int, 48, "of which every client asks one after the other"),
         ("--max-rows", int, 16, "of the server"),
+        ("--num-pages", int, 36, "of the server's pool; the default is scarce"),
         ("--seed", int, 0, "of the load"),
         ("--metrics-port", int, 9191, "of the server"),
     ):
@@ -312,7 +314,6 @@ def _parse_args() -> argparse.Namespace:
         help="of memory that is no problem (default: 0.03)",
     )  # fmt: skip
     parser.add_argument("--speculate", choices=("dspark", "ngram", "off"), default="dspark")
-    parser.add_argument("--num-pages", type=int, metavar="N", help="of the server's pool")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="of the server")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="file for its output")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the report as a line")

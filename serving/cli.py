@@ -40,13 +40,23 @@ from serving.rpc.logs import configure_logs, log_event, log_exception
 from serving.rpc.metrics import serve_metrics
 from serving.rpc.service import EngineService, ServiceConfig
 from serving.scheduler import make_limits
-from serving.server import OnFailure, Server, ServerConfig, ServerError, StoppedWhileLoadingError
+from serving.server import (
+    OnFailure,
+    Server,
+    ServerConfig,
+    ServerError,
+    StoppedWhileLoadingError,
+    in_daemon_thread,
+)
 from serving.setup import Setup, find_place, group_options, prepare
 from serving.tokenizer import TokenizerError
 
 if TYPE_CHECKING:
     from k3jax.paged_model import PagedModel
     from serving.build import LoadedModel
+    from serving.rpc.spans import Traces
+
+_CLOSE_TRACES_S = 5.0
 
 # At the end of a phase of the start: waits for the other processes, returns the smallest value.
 Barrier = Callable[[str, int], int]
@@ -242,6 +252,7 @@ async def _serve(setup: Setup, leader: Leader | None = None) -> None:
     begin_s = time.monotonic()
     options = setup.options
     lifecycle = Lifecycle()
+    traces = _open_traces(setup)
     service = EngineService(
         ServiceConfig(
             dtype=setup.engine.dtype,
@@ -255,6 +266,7 @@ async def _serve(setup: Setup, leader: Leader | None = None) -> None:
         tokenizer=setup.tokenizer,
         bundle=setup.bundle,
         draw_seed=lambda: secrets.randbits(32),
+        traces=traces,
     )
     config = ServerConfig(
         host=options.host,
@@ -280,7 +292,27 @@ async def _serve(setup: Setup, leader: Leader | None = None) -> None:
     if leader is not None:
         leader.attach(on_lost=server.fail, on_drain=server.drain)
         start = functools.partial(start, leader=leader)
-    await server.run(start, on_ready=on_ready)
+    try:
+        await server.run(start, on_ready=on_ready)
+    finally:
+        if traces is not None:
+            await _close_traces(traces)
+
+
+def _open_traces(setup: Setup) -> Traces | None:
+    """Traces of calls, if they are asked for."""
+    endpoint = setup.options.otlp_endpoint
+    if endpoint is None:
+        return None
+    from serving.rpc.spans import open_traces
+
+    return open_traces(endpoint, setup.info.name)
+
+
+async def _close_traces(traces: Traces) -> None:
+    """Send the last spans. Nobody waits long for a collector that does not take them."""
+    await asyncio.wait([in_daemon_thread(traces.close)], timeout=_CLOSE_TRACES_S)
+    log_event("traces_closed", ended=traces.num_ended, sent=traces.num_sent)
 
 
 def _say_configuration(setup: Setup) -> None:

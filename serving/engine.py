@@ -27,7 +27,19 @@ from k3jax.controls import RowMask
 from serving import replicas, scheduler
 from serving.counts import Counts, Totals, count
 from serving.grammars import GrammarMatcher
-from serving.inbox import Abort, Drain, Event, Flush, Inbox, OnOutput, Pause, Resume, Stop, Submit
+from serving.inbox import (
+    Abort,
+    Drain,
+    Event,
+    Flush,
+    Inbox,
+    OnAdmitted,
+    OnOutput,
+    Pause,
+    Resume,
+    Stop,
+    Submit,
+)
 from serving.kv_events.news import OnNews, Watch
 from serving.page_table import InUse, PageTable
 from serving.plan import GroupPlan, GroupResult, Output, RowPlan
@@ -105,6 +117,7 @@ class Engine[Handle]:
         self._on_output: dict[str, OnOutput] = {}
         self._matchers: dict[str, StopMatcher] = {}
         self._grammars: dict[str, GrammarMatcher] = {}
+        self._on_admitted: dict[str, OnAdmitted] = {}
         self._paused: set[str] = set()
         self._in_flight: collections.deque[tuple[Handle, float]] = collections.deque()
         self._drains: list[Future[None]] = []
@@ -136,6 +149,7 @@ class Engine[Handle]:
         *,
         matcher: StopMatcher | None = None,
         grammar: GrammarMatcher | None = None,
+        on_admitted: OnAdmitted | None = None,
     ) -> Future[None]:
         """Hand in a request.
 
@@ -144,6 +158,8 @@ class Engine[Handle]:
             request. It must not block; if it raises, the request is aborted.
           matcher: finds the stop strings of the request, if it has any.
           grammar: says which tokens may come next, if the request has a grammar.
+          on_admitted: called from the engine's thread when a step admits the request, again after
+            each preemption. It must neither block nor raise.
 
         Returns:
           Done once the engine has accepted the request. Fails with `RequestError` if it is refused,
@@ -155,7 +171,8 @@ class Engine[Handle]:
         except RequestError as error:
             accepted.set_exception(error)
             return accepted
-        self._post(Submit(request, on_output, accepted, self._chain_of(request), matcher, grammar))
+        chain = self._chain_of(request)
+        self._post(Submit(request, on_output, accepted, chain, matcher, grammar, on_admitted))
         return accepted
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -222,6 +239,8 @@ class Engine[Handle]:
         after, step = replicas.plan(self._replicas, self._limits, paused=self._paused)
         self._become(after)
         if step is not None:
+            if self._on_admitted:
+                self._tell_admitted(step)
             lost: dict[str, RequestError] = {}
             if self._grammars:
                 step, lost = self._masked(step)
@@ -255,6 +274,11 @@ class Engine[Handle]:
         self._show()
         for output in itertools.chain.from_iterable(outputs):
             self._deliver(output)
+
+    def _tell_admitted(self, step: GroupPlan) -> None:
+        for admission in itertools.chain.from_iterable(one.admitted for one in step.plans if one):
+            if (on_admitted := self._on_admitted.get(admission.request_id)) is not None:
+                on_admitted(admission)
 
     def _masked(self, step: GroupPlan) -> tuple[GroupPlan, dict[str, RequestError]]:
         """The step with what the grammars let come next, and the requests whose grammar cannot be
@@ -342,6 +366,8 @@ class Engine[Handle]:
             self._matchers[event.request.request_id] = event.matcher
         if event.grammar is not None:
             self._grammars[event.request.request_id] = event.grammar
+        if event.on_admitted is not None:
+            self._on_admitted[event.request.request_id] = event.on_admitted
         prompt_tokens = self._totals.prompt_tokens + len(event.request.prompt)
         self._totals = self._totals._replace(prompt_tokens=prompt_tokens)
         self._show()
@@ -387,6 +413,7 @@ class Engine[Handle]:
         self._on_output.pop(request_id, None)
         self._matchers.pop(request_id, None)
         self._grammars.pop(request_id, None)
+        self._on_admitted.pop(request_id, None)
         self._paused.discard(request_id)
 
     def _resolve_drains(self) -> None:

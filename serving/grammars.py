@@ -11,15 +11,16 @@ import collections
 import importlib
 import json
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
-from k3jax.controls import mask_words
+from k3jax.controls import mask_of
 from serving.request import Grammar, RequestError
 from serving.tags import to_lark
+from serving.thoughts import Thought, ThoughtFormat
 from serving.tokenizer import Tokenizer
 
 MAX_CHARS = 1 << 20  # of a grammar
@@ -47,13 +48,20 @@ class GrammarMatcher:
       matcher: of the library, at the start.
       end_ids: tokens that end the request; they may come where the grammar may end.
       vocab_size: of the model.
+      thought: comes before the answer, if any.
     """
 
-    def __init__(self, kind: str, matcher: Any, end_ids: Iterable[int], vocab_size: int):
-        self._kind, self._matcher = kind, matcher
-        self._num_words = mask_words(vocab_size)
-        self._end_ids = tuple(sorted({*end_ids}))
-        self._ends = _words(self._end_ids, self._num_words)
+    def __init__(
+        self,
+        kind: str,
+        matcher: Any,
+        end_ids: Sequence[int],
+        vocab_size: int,
+        thought: Thought | None = None,
+    ):
+        self._kind, self._matcher, self._end_ids = kind, matcher, end_ids
+        self._ends = mask_of(end_ids, vocab_size)
+        self._thought = thought
 
     def mask(self) -> Int32[np.ndarray, " W"]:
         """What may come next: a bit for each token; see `k3jax.controls`.
@@ -62,7 +70,9 @@ class GrammarMatcher:
           RequestError: INVALID_ARGUMENT, the grammar is too complex to be followed any further. It
             would be wrong to end the answer here as if it were complete.
         """
-        words = np.zeros((1, self._num_words), np.int32)
+        if self._thought is not None and not self._thought.has_ended:
+            return self._thought.mask()
+        words = np.zeros((1, len(self._ends)), np.int32)
         if not self._matcher.is_stopped():
             _library.numpy.fill_next_token_bitmask(self._matcher, words)
         words, problem = words[0] & ~self._ends, self._matcher.get_error()
@@ -76,7 +86,9 @@ class GrammarMatcher:
         return words
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Go on by the tokens that the answer got."""
+        """Go on by the tokens that came."""
+        if self._thought is not None:
+            token_ids = self._thought.accept(token_ids)
         tokens = [token for token in token_ids if token not in self._end_ids]
         if tokens and not self._matcher.is_stopped():
             self._matcher.consume_tokens(tokens)
@@ -94,12 +106,19 @@ class Grammars:
         self._lock = threading.Lock()
         self._kept: collections.OrderedDict[Grammar, Any] = collections.OrderedDict()
         self._of_library: Any = None
+        self._thoughts = ThoughtFormat.read(tokenizer, vocab_size)
 
-    def matcher(self, grammar: Grammar, end_ids: Sequence[int]) -> GrammarMatcher:
-        """A matcher at the start of an answer. Compiling can take a second.
+    def matcher(
+        self, grammar: Grammar, end_ids: Sequence[int], prompt: Sequence[int] = ()
+    ) -> GrammarMatcher:
+        """A matcher at the end of a prompt. Compiling can take a second.
+
+        Structural tags say themselves where in thought and answer something has to follow a format.
 
         Args:
           end_ids: those of the model.
+          prompt: token ids. If it ends inside a thought, the grammar begins behind that; without
+            one it begins at once.
 
         Raises:
           RequestError: UNIMPLEMENTED, the library is not installed; INVALID_ARGUMENT, it does not
@@ -130,7 +149,10 @@ class Grammars:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(grammar)
             copied = compiled.deep_copy()
-        return GrammarMatcher(grammar.kind, copied, end_ids, self._vocab_size)
+        thought = None
+        if self._thoughts is not None and grammar.kind != "structural_tag":
+            thought = self._thoughts.thought_after(prompt, end_ids)
+        return GrammarMatcher(grammar.kind, copied, end_ids, self._vocab_size, thought)
 
     def _compile(self, grammar: Grammar, end_ids: Sequence[int]) -> Any:
         if self._of_library is None:
@@ -204,11 +226,3 @@ def _source(grammar: Grammar, control_names: Collection[str]) -> str:
 def _shown(problem: str) -> str:
     """The library's reason in one line."""
     return " ".join(problem.removesuffix("<non-verbose/>").split())[:500]
-
-
-def _words(token_ids: Iterable[int], num_words: int) -> Int32[np.ndarray, " W"]:
-    words = np.zeros(num_words, np.uint32)
-    for token in token_ids:
-        if token < 32 * num_words:
-            words[token // 32] |= np.uint32(1 << token % 32)
-    return words.view(np.int32)

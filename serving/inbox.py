@@ -14,17 +14,19 @@ from concurrent.futures import Future
 
 from serving.grammars import GrammarMatcher
 from serving.page_table import KeyChain
-from serving.plan import Output
+from serving.plan import Admission, Output
 from serving.request import Request
 from serving.stopping import StopMatcher
 
 OnOutput = Callable[[Output], None]
+OnAdmitted = Callable[[Admission], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submit:
     """A new request with the prefix keys of its prompt, what finds its stop strings and what its
-    grammar allows, if it has any; `accepted` tells its sender the engine's decision."""
+    grammar allows, if it has any; `accepted` tells its sender the engine's decision, and
+    `on_admitted`, if there is one, that steps of it begin."""
 
     request: Request
     on_output: OnOutput
@@ -32,6 +34,7 @@ class Submit:
     chain: KeyChain
     matcher: StopMatcher | None = None
     grammar: GrammarMatcher | None = None
+    on_admitted: OnAdmitted | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

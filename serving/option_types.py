@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import urllib.parse
 from collections.abc import Callable, Mapping
 
 _UNITS: Mapping[str, int] = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -34,3 +35,16 @@ def byte_size(text: str) -> int:
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a size such as 512M or 64GiB")
     return int(match[1]) * _UNITS[match[2]]
+
+
+def endpoint(text: str) -> str:
+    """Check `HOST:PORT`, or `https://HOST:PORT`."""
+    host_port = text.removeprefix("https://")
+    try:
+        url = urllib.parse.urlsplit(f"//{host_port}")
+        is_right = url.hostname and url.port and url.netloc == host_port
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected HOST:PORT, or https://HOST:PORT")
+    return text

@@ -13,7 +13,7 @@ from typing import Literal, NoReturn, get_args
 from k3jax.config import MAX_DRAFTS, DraftSampling, Dtype
 from pallas_kernels.settings import IMPLEMENTATIONS
 from serving.cache_options import DEFAULT_UNIT_TOKENS, Retention, parse_retention
-from serving.option_types import byte_size, number
+from serving.option_types import byte_size, endpoint, number
 from sharding.axes import Dispatch, ShardTokens, Tail
 
 type Switch = Literal["on", "off"]
@@ -74,6 +74,7 @@ class Options:
     host: str
     port: int
     metrics_port: int | None
+    otlp_endpoint: str | None
     tls_cert: Path | None
     tls_key: Path | None
     tls_client_ca: Path | None
@@ -385,6 +386,13 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         type=number(int, at_least=0, at_most=65535),
         metavar="PORT",
         help="serve Prometheus metrics over HTTP at /metrics of this port (default: not served)",
+    )
+    group.add_argument(
+        "--otlp-endpoint",
+        type=endpoint,
+        metavar="HOST:PORT",
+        help="send traces of requests to an OpenTelemetry collector that takes OTLP over gRPC "
+        "there, by TLS if https:// stands before it; needs the extra `otel` (default: no traces)",
     )
     group.add_argument(
         "--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve TLS only"

@@ -92,6 +92,7 @@ class SamplingParams:
       prompt_logprobs: the same for the tokens of the prompt.
       grammar: what the answer has to be; its tokens are masked, so it has no drafts and is not
         planned ahead.
+      grammar_from_first_token: the grammar is also that of a thought before the answer.
       is_plain: whether the device needs no more than temperature, top-k, top-p and seed.
 
     Raises:
@@ -116,6 +117,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    grammar_from_first_token: bool = False
     # Of every row in every step: worth to be known beforehand.
     is_plain: bool = dataclasses.field(init=False, repr=False, compare=False)
 

@@ -7,6 +7,7 @@ imported, but not used.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from pathlib import Path
 
@@ -41,6 +42,7 @@ _OPTIONS_OF_A_PROCESS = {
     "host",
     "port",
     "metrics_port",
+    "otlp_endpoint",
     "tls_cert",
     "tls_key",
     "tls_client_ca",
@@ -119,6 +121,8 @@ def prepare(options: Options) -> Setup:
         tls = find_tls(options.tls_cert, options.tls_key, options.tls_client_ca)
     if options.record is not None and place.host_id == 0:
         _check_record(options.record)
+    if options.otlp_endpoint is not None and place.host_id == 0:
+        _check_library(options.otlp_endpoint)
     cache_dir = options.cache_dir or default_cache_dir()
     _choose_compile_cache(options.compile_cache, cache_dir)
     from k3jax.weights import EMBEDDED_MODEL, read_model_config
@@ -240,6 +244,16 @@ def _check_record(path: Path) -> None:
         raise ConfigError(
             f"--record cannot be written: got {path}; expected a folder that exists and is writable"
         )
+
+
+def _check_library(endpoint: str) -> None:
+    """Refuse traces that could not be made."""
+    try:
+        importlib.import_module("serving.rpc.spans")
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-endpoint cannot be used: got {endpoint}, but {error}; install the extra `otel`"
+        ) from error
 
 
 def _choose_compile_cache(folder: Path | None, cache_dir: Path) -> None:

@@ -16,8 +16,8 @@ def decode_block(
 ):  # fmt: skip
     """One token of one head of one row, `ROWS` value rows of the state at a time.
 
-    `BOUND` 0 selects the softplus gate. The pool is changed in place, and the target page may be the
-    source page: what a step writes there is read before the barrier in front of it.
+    `BOUND` 0 selects the softplus gate. The pool is changed in place, and the target page may be
+    the source page: what a step writes there is read before the barrier in front of it.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     dtype = y.dtype.element_ty

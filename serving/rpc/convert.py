@@ -88,7 +88,7 @@ SAMPLING_FIELDS: Mapping[str, Rule] = {
     "structural_tag": Honoured(),
     "json_object": Honoured(),
     "choice": Honoured(),
-    "grammar_from_first_token": Honoured("ours always do"),
+    "grammar_from_first_token": Honoured(),
 }
 PROFILE_FIELDS: Mapping[str, Rule] = {
     "output_dir": Honoured(),
@@ -256,6 +256,7 @@ def sampling_params(
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         grammar=grammar,
+        grammar_from_first_token=params.grammar_from_first_token,
     )
 
 

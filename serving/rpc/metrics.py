@@ -15,6 +15,7 @@ an HTTP error of that scrape alone.
 | `k3jax_{prompt,generation}_tokens_total` | accepted and generated |
 | `k3jax_reused_tokens_total{kind}` | prompt tokens found in the cache, by where their state lay |
 | `k3jax_expert_load_total{rank}` | (token, expert) pairs computed |
+| `k3jax_spans_total{state}` | spans of traces that ended, and those that were sent |
 | the others | as their help says |
 """
 
@@ -43,6 +44,7 @@ from serving.rpc.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from serving.plan import Output
+    from serving.rpc.spans import Traces
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
@@ -80,10 +82,11 @@ class Metrics(Collector):
 
     Args:
       lifecycle: leads to the engine, once there is one.
+      traces: of calls, if they are asked for.
     """
 
-    def __init__(self, lifecycle: Lifecycle):
-        self._lifecycle = lifecycle
+    def __init__(self, lifecycle: Lifecycle, traces: Traces | None = None):
+        self._lifecycle, self._traces = lifecycle, traces
         self._ended: collections.Counter[str] = collections.Counter()
         self._first_token = Distribution(_FIRST_TOKEN_S)
         self._between_tokens = Distribution(_BETWEEN_TOKENS_S)
@@ -122,6 +125,11 @@ class Metrics(Collector):
         is_serving = GaugeMetricFamily("k3jax_serving", "Whether new requests are taken.")
         is_serving.add_metric((), float(self._lifecycle.is_serving))
         yield is_serving
+        if self._traces is not None:
+            spans = {"ended": self._traces.num_ended, "sent": self._traces.num_sent}
+            yield _counter(
+                "k3jax_spans", "Spans of traces; ended ones are to be sent.", "state", spans
+            )
         served = self._lifecycle.served
         if served is not None:
             yield from _of_engine(served.engine.counts())

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from serving.counts import ReplicaCounts
 from serving.grammars import GrammarMatcher, Grammars
@@ -37,6 +37,9 @@ from serving.rpc.replies import Choice, check_size
 from serving.rpc.streams import OutputBridge, OutputStream, next_outputs
 from serving.stopping import StopMatcher
 from serving.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from serving.rpc.spans import CallTrace, Traces
 
 # A text of this length is tokenized in about a millisecond; longer ones leave the event loop.
 _MAX_INLINE_CHARS = 8192
@@ -69,10 +72,12 @@ class _Call:
     Attributes:
       streams: of each answer, by the id of its request in the engine.
       arrived: of all streams.
+      trace: of the call, if there is one.
     """
 
     streams: dict[str, OutputStream]
     arrived: asyncio.Event
+    trace: CallTrace | None = None
     is_submitted: bool = False
 
 
@@ -82,6 +87,7 @@ class EngineService(protocol.Servicer):
     Args:
       tokenizer, bundle: None when the model folder has none.
       draw_seed: a fresh uint32 for a request without a seed.
+      traces: of calls of `Generate`, if they are asked for.
 
     Attributes:
       metrics: of the calls, and of the engine.
@@ -96,11 +102,13 @@ class EngineService(protocol.Servicer):
         tokenizer: Tokenizer | None,
         bundle: Bundle | None,
         draw_seed: Callable[[], int],
+        traces: Traces | None = None,
     ):
         self._config, self._info, self._lifecycle = config, info, lifecycle
         self._tokenizer, self._bundle, self._draw_seed = tokenizer, bundle, draw_seed
         self._grammars = Grammars(tokenizer, info.vocab_size) if tokenizer is not None else None
-        self.metrics = Metrics(lifecycle)
+        self.metrics = Metrics(lifecycle, traces)
+        self._traces = traces
         self._bridge = OutputBridge(asyncio.get_running_loop())
         self._publisher = KvPublisher(config.num_replicas, config.unit_tokens)
         self._calls: dict[str, _Call] = {}
@@ -138,17 +146,30 @@ class EngineService(protocol.Servicer):
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
         """Stream the answer to one prompt, or send it whole."""
         self._last_request_time = time.time()
-        with self.metrics.request() as measured:
-            await self._generate(request, context, measured)
+        request_id = request.request_id or uuid.uuid4().hex
+        with self.metrics.request() as measured, self._traced(request_id, context) as trace:
+            await self._generate(request, request_id, context, measured, trace)
+
+    def _traced(
+        self, request_id: str, context: Context
+    ) -> contextlib.AbstractContextManager[CallTrace | None]:
+        if self._traces is None:
+            return contextlib.nullcontext()
+        return self._traces.call(request_id, context.invocation_metadata() or ())
 
     async def _generate(
-        self, request: messages.GenerateRequest, context: Context, measured: RequestMetrics
+        self,
+        request: messages.GenerateRequest,
+        request_id: str,
+        context: Context,
+        measured: RequestMetrics,
+        trace: CallTrace | None,
     ) -> None:
         served = self._lifecycle.require_served()
         convert.check_fields(request)
-        request_id = request.request_id or uuid.uuid4().hex
         try:
             with self._open(served, request_id, request.sampling_params) as call:
+                call.trace = trace
                 parsed = await self._parse(served, call, request)
                 await self._submit(served, call, parsed)
                 # Headers go out with the first message: what is refused is refused before it.
@@ -421,6 +442,10 @@ class EngineService(protocol.Servicer):
         if any(stream.has_ended for stream in call.streams.values()):
             return
         call.is_submitted = True
+        on_admitted = None
+        if call.trace is not None:
+            call.trace.submitted(requests)
+            on_admitted = call.trace.admitted
         accepted: list[Future[None]] = []
         for request, stream, grammar in zip(requests, call.streams.values(), grammars, strict=True):
             on_output = functools.partial(self._bridge.post, stream)
@@ -428,17 +453,24 @@ class EngineService(protocol.Servicer):
             if request.sampling.stop and self._tokenizer is not None:
                 matcher = StopMatcher(self._tokenizer, request.sampling)
             accepted.append(
-                served.engine.submit(request, on_output, matcher=matcher, grammar=grammar)
+                served.engine.submit(
+                    request, on_output, matcher=matcher, grammar=grammar, on_admitted=on_admitted
+                )
             )
         for future in accepted:
             await asyncio.wrap_future(future)
 
     async def _grammar(self, request: Request) -> GrammarMatcher | None:
         """What follows the grammar of a request; compiled in a thread of its own."""
-        grammar = request.sampling.grammar
-        if grammar is None or self._grammars is None:
+        sampling = request.sampling
+        if sampling.grammar is None or self._grammars is None:
             return None
-        return await asyncio.to_thread(self._grammars.matcher, grammar, request.eos_token_ids)
+        return await asyncio.to_thread(
+            self._grammars.matcher,
+            sampling.grammar,
+            request.eos_token_ids,
+            () if sampling.grammar_from_first_token else request.prompt,
+        )
 
 
 async def _forward(
@@ -453,6 +485,8 @@ async def _forward(
     while True:
         for index, output in await next_outputs(streams, call.arrived):
             measured.passed(output)
+            if call.trace is not None:
+                call.trace.passed(output)
             if output.error is not None:
                 raise RequestError(output.error.status, output.error.message)
             for message in choices[index].replies(output):

@@ -218,6 +218,7 @@ async def serving(
     wait_ready: bool = True,
     channel_options: tuple[tuple[str, int], ...] = (),
     draw_seed: Callable[[], int] | None = None,
+    traces: Any = None,
     **config: Any,
 ) -> AsyncIterator[Harness]:
     """Run a server; on the way out it is stopped, and its own errors are the test's to look at.
@@ -225,6 +226,7 @@ async def serving(
     Args:
       folder: of the tokenizer.
       info: what the server tells of the model; the fake one's if it is left out.
+      traces: of `serving.rpc.spans`.
       config: other values of `ServerConfig`.
     """
     lifecycle = Lifecycle()
@@ -241,6 +243,7 @@ async def serving(
         tokenizer=load_folder(folder) if folder else None,
         bundle=build_bundle(folder) if folder else None,
         draw_seed=draw_seed or itertools.count(1000).__next__,
+        traces=traces,
     )
     server = Server(ServerConfig(port=port, drain_s=drain_s, **config), service, lifecycle)
     address = await server.open()

@@ -40,10 +40,11 @@ class Process:
     """A server process; its output is read as it comes."""
 
     def __init__(self, *arguments: str, cache: Path, **environment: str):
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.child = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, "--model", str(MODEL), *arguments],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)} | environment,
+            env=os.environ | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -72,6 +72,10 @@ def test_sizes_have_units(text: str, size: int):
         ["--num-pages", "9", "--pool-bytes", "1G"],
         ["--drain-seconds", "-1"],
         ["--drain-seconds", "nan"],
+        ["--otlp-endpoint", "collector"],
+        ["--otlp-endpoint", "collector:0"],
+        ["--otlp-endpoint", "http://collector:4317"],
+        ["--otlp-endpoint", "collector:4317/v1"],
         ["--dtype", "float64"],
         ["--prefix-cache", "maybe"],
         ["--hash-block-size", "0"],
@@ -166,6 +170,17 @@ def test_kernel_options_reach_the_steps():
     setup = cli.prepare(parse_options(arguments))
     assert setup.engine.kernels == KernelSettings(implementation="xla", pdl=True)
     assert cli.prepare(parse_options(arguments[:2])).engine.kernels == KernelSettings()
+
+
+def test_traces_without_their_library_are_refused_by_naming_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    exporter = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
+    monkeypatch.setitem(sys.modules, exporter, None)
+    monkeypatch.delitem(sys.modules, "serving.rpc.spans", raising=False)
+    arguments = ["--model", str(MODEL), "--otlp-endpoint", "collector:4317"]
+    with pytest.raises(ConfigError, match=r"got collector:4317, but .*; install the extra `otel`"):
+        cli.prepare(parse_options(arguments))
 
 
 def test_prepare_finds_the_embedded_model_its_tokenizer_and_its_draft():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -180,6 +181,30 @@ def test_a_model_without_an_end_token_refuses_grammars() -> None:
     with pytest.raises(RequestError, match="the model has no end token") as refused:
         Grammars(tokenizer(), VOCAB_SIZE).matcher(Grammar("regex", "a"), [])
     assert refused.value.status == "UNIMPLEMENTED"
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize("kind", ["regex", "structural_tag"])
+def test_a_grammar_waits_for_the_end_of_a_thought_and_tags_do_not(kind: GrammarKind) -> None:
+    tags = {"<|open|>": 262, "<|close|>": 263, "<|sep|>": 264}
+    known = dataclasses.replace(
+        tokenizer(), vocab=(*tokenizer().vocab, *map(str.encode, tags)),
+        control_tokens=tokenizer().control_tokens | tags,
+    )  # fmt: skip
+    text = "[0-9]{2}" if kind == "regex" else json.dumps(TAGS)
+    every = Grammars(known, VOCAB_SIZE)
+    matcher = every.matcher(Grammar(kind, text), [END], (262, *b"think", 264))
+    if kind == "structural_tag":
+        assert {*b"a", 258} <= allowed_by(matcher)
+        return
+    assert allowed_by(matcher) == {*range(258), 263}
+    closing = (263, *b"think", 264, 262, *b"response", 264)
+    matcher.accept([*b"a few words", *closing])
+    assert allowed_by(matcher) == {*b"0123456789"}
+    matcher.accept(b"42")
+    assert allowed_by(matcher) == {END}
+    at_once = every.matcher(Grammar(kind, text), [END], (262, *b"think", 264, *closing))
+    assert allowed_by(at_once) == {*b"0123456789"}
 
 
 def test_without_the_library_the_refusal_says_what_to_install(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving.request import RequestError, SamplingParams
+from serving.request import Grammar, RequestError, SamplingParams
 from serving.rpc import convert, edge, protocol, service
 from serving.rpc.convert import GENERATE_FIELDS, SAMPLING_FIELDS, TOKENIZED_FIELDS
 from serving.rpc.protocol import common, messages
@@ -91,6 +91,13 @@ def test_unset_sampling_params_take_the_servers_choice():
     got = sampling_params()
     assert got == SamplingParams(temperature=0.8, seed=4242, max_tokens=30)
     assert got.is_plain
+
+
+def test_a_grammar_can_be_told_to_begin_at_once():
+    got = sampling_params(regex="a", grammar_from_first_token=True)
+    assert got.grammar == Grammar("regex", "a")
+    assert got.grammar_from_first_token
+    assert not sampling_params(regex="a").grammar_from_first_token
 
 
 def test_prompt_without_room_leaves_the_refusal_to_the_engine():
