@@ -49,7 +49,7 @@ def questions(rng: random.Random, text: Sequence[int], count: int) -> list[Quest
         own = _piece(rng, text, rng.choice((1, 5, 30, 120, 300)))
         found.append(
             Question(
-                prompt=(*start, *own), max_tokens=rng.choice((1, 8, 24, 64, 200)),
+                prompt=(*start, *own), max_tokens=rng.choice((1, 8, 24, 64, 120)),
                 temperature=rng.choice((0.0, 0.0, 1.0)), seed=number,
             )
         )  # fmt: skip
