@@ -7,10 +7,9 @@
     project      block b multiplies what all blocks wrote with 64 / R rows of the up-projection,
                  scales by rsqrt(mean square), adds the shared experts and sends to all ranks
 
-A token's scale comes behind the product, so that no block waits for whole latents before it
-multiplies: the norm costs no exchange of its own. Tokens are the left operand of `wgmma` and have
-64 rows, of which those behind the last token are never written nor sent. A block begins to copy its
-weights before anything else.
+A token's scale comes behind the product, so that the norm costs no exchange of its own. Tokens are
+the left operand of `wgmma` and have 64 rows, of which those behind the last token are never written
+nor sent. A block begins to copy its weights before anything else.
 
 Data that another block or rank reads by a bulk copy is also written by one. A flag is signalled
 once the copies before it have ended, as in JAX's own kernels for several GPUs.
