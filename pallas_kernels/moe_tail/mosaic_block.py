@@ -1,16 +1,15 @@
 """Steps of one block of the MoE tail's kernel.
 
-    push         block b sends latent columns [64 b, 64 b + 64) to all ranks, and columns
-                 [64 b, 64 b + 64) of the shared experts to the rank that owns them
+    push         block b sends latent columns [64 b, 64 b + 64) to all ranks, and to each rank the
+                 64 / R columns of the shared experts that the rank's block b adds
     add_latents  block b sums its latent columns, in float32 and in the order of the ranks; writes
                  sum * gain, rounded, and the sum of squares of each token
     project      block b multiplies what all blocks wrote with 64 / R rows of the up-projection,
                  scales by rsqrt(mean square), adds the shared experts and sends to all ranks
 
-A token's scale comes behind the product, so that no block waits for whole latents before it
-multiplies: the norm costs no exchange of its own. Tokens are the left operand of `wgmma` and have
-64 rows, of which those behind the last token are never written nor sent. A block begins to copy its
-weights before anything else.
+A token's scale comes behind the product, so that the norm costs no exchange of its own. Tokens are
+the left operand of `wgmma` and have 64 rows, of which those behind the last token are never written
+nor sent. A block begins to copy its weights before anything else.
 
 Data that another block or rank reads by a bulk copy is also written by one. A flag is signalled
 once the copies before it have ended, as in JAX's own kernels for several GPUs.
@@ -20,7 +19,7 @@ Flags are semaphores that are zero when a launch begins and when it ends:
 | flag | signalled by | how often | taken by |
 |---|---|---|---|
 | latent[b] | block b of every rank | R | block b |
-| shared[b] | of every rank, the block that sends the columns of block b | R | block b |
+| shared[b] | block b of every rank | R | block b |
 | added | the blocks that sum latents | L / 64 | seen by all blocks, taken by block 0 |
 | passed | all blocks that have seen `added` | H / 64 | block 0 |
 | arrived | all blocks of all ranks | R H / 64 | block 0 |
@@ -136,8 +135,8 @@ class Peers:
     def signal(self, *flags: tuple[Any, Any]) -> None:
         """Add 1 to flags, given as (rank, index); who sees one sees all stores before it.
 
-        One after the other: in JAX 0.12.0 the fence of `plgpu.semaphore_signal_parallel` comes
-        behind each flag, so that the first is not ordered behind the stores.
+        One after the other: `plgpu.semaphore_signal_parallel` of JAX 0.11.2 and 0.12.0 has its
+        fence behind each flag, so that the first is not ordered behind the stores.
         """
         for rank, index in flags:
             pl.semaphore_signal(self.flags.at[index], device_id={self.axis: jnp.int32(rank)})
@@ -178,10 +177,13 @@ def scratch(size: Sizes, dtype: DTypeLike) -> dict[str, Any]:
             tiles((INPUT_STEPS, ROWS, K_STEP)),
             plgpu.Barrier(num_barriers=INPUT_STEPS),
         ),
-        "partials": (
-            plgpu.SMEM((2, size.tokens, TILE), dtype),
-            plgpu.Barrier(num_barriers=2),
+        "latents": (plgpu.SMEM((size.tokens, TILE), dtype), plgpu.Barrier()),
+        # Padded, since a copy of several rows needs places that are multiples of 128 bytes.
+        "columns": (
+            plgpu.SMEM((size.ranks, size.padded_tokens, size.block_columns), dtype),
+            plgpu.Barrier(num_arrivals=size.ranks),
         ),
+        "squares_s": plgpu.SMEM((size.padded_tokens,), F32),
         "scaled_s": plgpu.SMEM((size.padded_tokens, TILE), BF16),
         "out_s": plgpu.SMEM((ROWS, size.block_columns), BF16),
     }
@@ -194,42 +196,42 @@ def start_weights(up_g, weights: Any, size: Sizes, peers: Peers) -> None:
 
 
 def push(
-    routed_g, shared_g, latents_g, columns_g, partials: Any, size: Sizes, peers: Peers
+    routed_g, shared_g, latents_g, columns_g, latents: Any, columns: Any, size: Sizes, peers: Peers
 ) -> None:
     """Send partials to the ranks that sum them."""
-    partials_s, full = partials
-    block, rank = lax.axis_index("block"), peers.rank
-    tokens, tile = pl.ds(0, size.tokens), pl.ds(block * TILE, TILE)
+    (latents_s, latents_full), (columns_s, columns_full) = latents, columns
+    block, tokens = lax.axis_index("block"), pl.ds(0, size.tokens)
+    tile = pl.ds(block * TILE, TILE)
+    own = pl.ds(block * size.block_columns, size.block_columns)  # of the columns of each rank
     has_latents = block < size.latent_blocks
-
-    def fetch(index: int, partials_g: Any) -> None:
-        plgpu.copy_gmem_to_smem(partials_g.at[:, tile], partials_s.at[index], full.at[index])
-
-    pl.when(has_latents)(lambda: fetch(0, routed_g))
-    fetch(1, shared_g)
 
     @pl.when(has_latents)
     def _() -> None:
-        plgpu.barrier_wait(full.at[0])
+        plgpu.copy_gmem_to_smem(routed_g.at[:, tile], latents_s, latents_full)
+
+    for peer in range(size.ranks):
+        source = shared_g.at[:, pl.ds(peer * size.columns + own.start, own.size)]
+        plgpu.copy_gmem_to_smem(source, columns_s.at[peer, tokens], columns_full)
+
+    @pl.when(has_latents)
+    def _() -> None:
+        plgpu.barrier_wait(latents_full)
         for peer in range(size.ranks):
-            target = peers.remote(latents_g, peer).at[rank, tokens, tile]
-            plgpu.copy_smem_to_gmem(partials_s.at[0], target)
+            target = peers.remote(latents_g, peer).at[peers.rank, tokens, tile]
+            plgpu.copy_smem_to_gmem(latents_s, target)
         plgpu.wait_smem_to_gmem(0)
         peers.signal(*((peer, block) for peer in range(size.ranks)))
 
-    # Columns of a rank come from consecutive blocks, and those of a block go to R of its owner.
-    blocks_of_rank = size.blocks // size.ranks
-    owner, index = lax.div(block, blocks_of_rank), lax.rem(block, blocks_of_rank)
-    plgpu.barrier_wait(full.at[1])
-    target = peers.remote(columns_g, owner).at[rank, tokens, pl.ds(index * TILE, TILE)]
-    plgpu.copy_smem_to_gmem(partials_s.at[1], target)
+    plgpu.barrier_wait(columns_full)
+    for peer in range(size.ranks):
+        target = peers.remote(columns_g, peer).at[peers.rank, tokens, own]
+        plgpu.copy_smem_to_gmem(columns_s.at[peer, tokens], target)
     plgpu.wait_smem_to_gmem(0)
-    first = size.shared_flags + index * size.ranks
-    peers.signal(*((owner, first + i) for i in range(size.ranks)))
+    peers.signal(*((peer, size.shared_flags + block) for peer in range(size.ranks)))
 
 
 def add_latents(
-    latents_g, gain_g, scaled_g, squares_g, scaled_s, size: Sizes, peers: Peers
+    latents_g, gain_g, scaled_g, squares_g, scaled_s, squares_s, size: Sizes, peers: Peers
 ) -> None:
     """Sum this block's columns of the latents."""
     block = lax.axis_index("block")
@@ -241,10 +243,10 @@ def add_latents(
         latent = _sum(latents_g.at[:, :, tile], _TOKENS)
         gain = plgpu.load(gain_g.at[tile], layout=_TOKENS.reduce(0), optimized=False).astype(F32)
         scaled_s[...] = (latent * lax.broadcast_in_dim(gain, latent.shape, (1,))).astype(BF16)
+        squares_s[...] = jnp.sum(latent * latent, axis=1)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scaled_s, scaled_g.at[:, tile])
-        squares = squares_g.at[block, pl.ds(0, size.padded_tokens)]
-        plgpu.store(squares, jnp.sum(latent * latent, axis=1), optimized=False)
+        plgpu.copy_smem_to_gmem(squares_s, squares_g.at[block, pl.ds(0, size.padded_tokens)])
         plgpu.wait_smem_to_gmem(0)
         peers.signal((peers.rank, size.added))
 

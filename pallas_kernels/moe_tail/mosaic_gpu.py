@@ -84,13 +84,13 @@ def launch(
 
     def block(
         routed_g, shared_g, gain_g, up_g, out_g, latents_g, columns_g, scaled_g, squares_g,
-        *, weights, inputs, partials, scaled_s, out_s,
+        *, weights, inputs, latents, columns, scaled_s, squares_s, out_s,
     ) -> None:  # fmt: skip
         flags = pl.get_global(plgpu.SemaphoreType.REGULAR((size.num_flags,)))
         context = size, Peers(axis, flags)
         start_weights(up_g, weights, *context)
-        push(routed_g, shared_g, latents_g, columns_g, partials, *context)
-        add_latents(latents_g, gain_g, scaled_g, squares_g, scaled_s, *context)
+        push(routed_g, shared_g, latents_g, columns_g, latents, columns, *context)
+        add_latents(latents_g, gain_g, scaled_g, squares_g, scaled_s, squares_s, *context)
         project(
             scaled_g, squares_g, columns_g, up_g, out_g, weights, inputs, out_s, *context, eps=eps
         )

@@ -148,7 +148,7 @@ def _interpret(ranks, routed, shared, gain, up):
 
     latents, columns, scaled, squares = mosaic_block.exchanged(size, routed[0].dtype)
     pushed = run(
-        mosaic_block.push, ("partials",), (for_ranks(latents), for_ranks(columns)),
+        mosaic_block.push, ("latents", "columns"), (for_ranks(latents), for_ranks(columns)),
         lambda rank: (routed[rank], shared[rank]),
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def _interpret(ranks, routed, shared, gain, up):
         return jnp.stack([pushed[source][which][rank, source] for source in range(ranks)])
 
     added = run(
-        mosaic_block.add_latents, ("scaled_s",), (scaled, squares),
+        mosaic_block.add_latents, ("scaled_s", "squares_s"), (scaled, squares),
         lambda rank: (received(0, rank), gain),
     )  # fmt: skip
     outputs = run(
