@@ -302,7 +302,7 @@ def _parse_args() -> argparse.Namespace:
         ("--clients", int, 64, "at once"),
         ("--questions", int, 48, "of which every client asks one after the other"),
         ("--max-rows", int, 16, "of the server"),
-        ("--num-pages", int, 48, "of the server's pool; the default is scarce"),
+        ("--num-pages", int, 44, "of the server's pool; the default is scarce"),
         ("--seed", int, 0, "of the load"),
         ("--metrics-port", int, 9191, "of the server"),
     ):
