@@ -37,10 +37,10 @@ class Question:
 
 
 def questions(rng: random.Random, text: Sequence[int], count: int) -> list[Question]:
-    """Pieces of a text as prompts of mixed lengths; two in five begin with one of three prefixes.
+    """Pieces of a text as prompts of mixed lengths; half of them begin with one of three prefixes.
 
-    Answers to those of 245 tokens soon need a second page of the embedded model: what makes
-    requests give pages back.
+    One in four has an answer that soon needs another page of the embedded model, so that requests
+    come into each other's way and some give their pages back.
 
     Args:
       text: token ids, some thousand.
@@ -48,11 +48,12 @@ def questions(rng: random.Random, text: Sequence[int], count: int) -> list[Quest
     prefixes = [_piece(rng, text, length) for length in (150, 400, 900)]
     found = []
     for number in range(count):
-        start = rng.choice(prefixes) if rng.random() < 2 / 5 else ()
-        own = _piece(rng, text, rng.choice((1, 5, 30, 120, 245, 300)))
+        grows = number % 4 == 0
+        start = rng.choice(prefixes) if not grows and rng.random() < 2 / 3 else ()
+        own = _piece(rng, text, 250 if grows else rng.choice((1, 5, 30, 120, 300)))
         found.append(
             Question(
-                prompt=(*start, *own), max_tokens=rng.choice((1, 8, 24, 64)),
+                prompt=(*start, *own), max_tokens=64 if grows else rng.choice((1, 8, 24, 64)),
                 temperature=rng.choice((0.0, 0.0, 1.0)), seed=number,
             )
         )  # fmt: skip
