@@ -19,7 +19,7 @@ from serving.rpc.lifecycle import Served
 from serving.rpc.protocol import SERVICE_NAME, common
 from serving.server import OnFailure, ServerError, StoppedWhileLoadingError
 from serving.tokenizer import load_zip
-from tests.fakes import fake_geometry, fake_request, solo_tokens
+from tests.fakes import FakeExecutor, fake_geometry, fake_request, solo_tokens
 from tests.server.harness import (
     PROMPT,
     Harness,
@@ -93,17 +93,19 @@ async def test_health_watch_sees_serving_and_draining():
 
 
 async def test_kf_v21_drain_lets_running_and_queued_requests_end_and_refuses_new_ones():
-    executor = SlowExecutor(fake_geometry(), max_rows=3)
-    async with serving(fake_load(executor, max_rows=3)) as harness:
+    executor = FakeExecutor(fake_geometry(), max_rows=3)
+    executor.gate.clear()  # whoever has come is there when the drain begins
+    async with serving(fake_load(executor, max_rows=3), drain_s=60) as harness:
         calls = [harness.stub.Generate(request(f"r{i}", max_tokens=40)) for i in range(5)]
         answers = [asyncio.create_task(collect(call)) for call in calls]
-        await harness.until(lambda: harness.counts().waiting == 2)
+        await harness.until(lambda: harness.service.num_open == 5)
         harness.server.stop()
         await harness.until(lambda: harness.lifecycle.phase == "draining")
         assert await health_of(harness) == (False, {"NOT_SERVING"})
         status, text, _ = await status_of(harness.stub.Generate(request("late")))
         assert status == "UNAVAILABLE"
         assert "draining" in text
+        executor.gate.set()
         for i, answer in enumerate(await asyncio.gather(*answers)):
             expected = solo_tokens(fake_request(f"r{i}", PROMPT, max_tokens=40))
             assert answer.token_ids == expected
@@ -242,9 +244,10 @@ async def test_model_without_tokenizer_says_so():
 
 
 async def test_server_info_and_loads_follow_the_engine():
-    executor = SlowExecutor(fake_geometry(), max_rows=1)
-    async with serving(fake_load(executor, max_rows=1, max_prefill_rows=1)) as harness:
-        calls = [harness.stub.Generate(request(f"r{i}", max_tokens=40)) for i in range(2)]
+    executor = SlowExecutor(fake_geometry(), max_rows=1, num_pages=1000)
+    limits = {"max_rows": 1, "max_prefill_rows": 1, "num_pages": 1000, "max_context_tokens": 3000}
+    async with serving(fake_load(executor, **limits)) as harness:
+        calls = [harness.stub.Generate(request(f"r{i}", max_tokens=2900)) for i in range(2)]
         await harness.until(lambda: harness.counts().waiting == 1)
         await harness.until(lambda: harness.counts().generated_tokens > 0)
         info = await harness.stub.GetServerInfo(messages.GetServerInfoRequest())
@@ -265,9 +268,10 @@ async def test_server_info_and_loads_follow_the_engine():
 
 
 async def test_every_replica_reports_its_load():
-    executor = SlowExecutor(fake_geometry())
-    async with serving(fake_load(executor, num_replicas=2), num_replicas=2) as harness:
-        calls = [harness.stub.Generate(request(f"r{i}", max_tokens=58)) for i in range(3)]
+    executor = SlowExecutor(fake_geometry(), num_pages=2000)
+    limits = {"num_pages": 2000, "max_context_tokens": 3000}
+    async with serving(fake_load(executor, num_replicas=2, **limits), num_replicas=2) as harness:
+        calls = [harness.stub.Generate(request(f"r{i}", max_tokens=2900)) for i in range(3)]
         await harness.until(lambda: harness.counts().running == 3)
         info = await harness.stub.GetServerInfo(messages.GetServerInfoRequest())
         assert info.data_parallel_size == 2
