@@ -18,6 +18,7 @@ from jaxtyping import Float32, Int32, UInt32
 from k3jax.buckets import Bucket
 
 EXPORT_TOKENS = 64  # a state inside a row's tokens can be kept after a multiple of these
+GIVEN = 2  # what a row's last token yields is not sampled, but known
 FROM_DEVICE = -1  # a token that the previous step left in the device's token buffer
 
 
@@ -38,7 +39,7 @@ class StepInputs:
         well: a multiple of `EXPORT_TOKENS` below the row's length, or 0 for no export. Decode
         programs ignore it.
       export_pages: pages that the exported state goes to; 0 where there is none.
-      sample: 1 where the row's last token yields a new one.
+      sample: 1 where the row's last token yields a new one; `GIVEN` where that is `following`.
       temperature: 0 is greedy.
       top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
       seeds: of the row's random stream.
@@ -47,7 +48,7 @@ class StepInputs:
       masked: 1 where the mask of the row's slot counts.
       logprobs: 1 where the log probabilities of new tokens are asked for.
       scored: 1 where those of the row's tokens, of a prompt, are asked for; only in prefill.
-      following: the prompt's token behind those of the row, for that.
+      following: the token behind those of the row, for that and where it is `GIVEN`.
     """
 
     tokens: Int32[np.ndarray, " T"]

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt16
 from k3jax.choice import Asked, choose, filters_of
 from k3jax.draft import cache, model
 from k3jax.draft.acceptance import Accepted, verify, verify_greedily
+from k3jax.inputs import GIVEN
 from k3jax.layers import linear_f32
 from k3jax.program import DRAFT_PREFIX, Program
 from k3jax.run import Run, apply
@@ -59,13 +60,15 @@ def sampled(program: Program, run: Run, fields: Mapping[str, Array], asked: Aske
         chosen, logprobs = choose(
             run, fields, asked, logits[:, None], drafts, meta.context, drawn=drawn, greedy=greedy
         )
-    ids = chosen.next_token
+    is_given = fields["sample"] == GIVEN
+    ids = jnp.where(is_given, fields["following"], chosen.next_token)
     newest, scores, pool = _look_ahead(
         program, run, fields, run.forward.pool, meta.used, ids, meta.context
     )
     return Drawn(
-        newest, scores, pool, ids[:, None], nothing + 1, logprobs, [ids, finite.astype(jnp.int32)]
-    )
+        newest, scores, pool, ids[:, None], (~is_given).astype(jnp.int32), logprobs,
+        [ids, finite.astype(jnp.int32)],
+    )  # fmt: skip
 
 
 def verified(program: Program, run: Run, fields: Mapping[str, Array], asked: Asked) -> Drawn:

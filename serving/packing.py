@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from k3jax.buckets import Bucket
-from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, StepInputs, empty_inputs, pack
+from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, GIVEN, StepInputs, empty_inputs, pack
 from serving.plan import GroupPlan, RowPlan, StepPlan
 
 
@@ -60,8 +60,8 @@ def _fill_rows(inputs: StepInputs, plan: StepPlan, num_recurrent_groups: int) ->
     inputs.slots[:count] = slots
     inputs.state_source[:count] = _matrix(sources, num_recurrent_groups)
     inputs.state_target[:count] = _matrix(targets, num_recurrent_groups)
-    _fill_exports(inputs, plan)
     inputs.sample[:count] = samples
+    _fill_rare(inputs, plan)
     inputs.temperature[:count] = [one.temperature for one in sampling]
     inputs.top_k[:count] = [max(0, one.top_k) for one in sampling]
     inputs.top_p[:count] = [one.top_p for one in sampling]
@@ -111,9 +111,12 @@ def _fill_attention_pages(inputs: StepInputs, pages: tuple[tuple[int, ...], ...]
     inputs.attention_pages[: len(pages)][column_M < lengths_S[:, None]] = flat
 
 
-def _fill_exports(inputs: StepInputs, plan: StepPlan) -> None:
-    """Where rows keep a state inside their tokens; few rows of few steps do."""
+def _fill_rare(inputs: StepInputs, plan: StepPlan) -> None:
+    """What few rows of few steps do: go on from a known token, keep a state inside their tokens."""
     for index, row in enumerate(plan.rows):
+        if row.goes_on:
+            inputs.sample[index] = GIVEN
+            inputs.following[index] = row.following
         if row.export is not None:
             inputs.export_tokens[index] = _export_tokens(row, row.export.position, plan.bucket)
             inputs.export_pages[index] = row.export.pages

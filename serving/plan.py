@@ -76,10 +76,12 @@ class RowPlan(NamedTuple):
       samples: whether the row's last token yields a new one.
       export: a state inside the chunk to keep as well.
       scored: whether the log probabilities of what follows the row's tokens in its prompt are asked
-        for. following: the prompt's token behind the row, if there is one.
+        for. following: the token behind the row, if it is known when the row is prefilled.
       num_drafts: of the `length` tokens, how many are drafts that come last.
       draft_states: pages of the state after each draft; `state_target` then holds the state before
         the drafts.
+      goes_on: whether the next step decodes from `following`, which is put into the device's token
+        buffer in place of a sampled token. The row has not sampled then.
     """
 
     request_id: str
@@ -97,6 +99,7 @@ class RowPlan(NamedTuple):
     draft_states: tuple[tuple[int, ...], ...] = ()
     scored: bool = False
     following: int = 0
+    goes_on: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -239,6 +239,8 @@ class FakeExecutor:
                     self._pages[page] = {"state": state}
         for page in row.state_target:
             self._pages[page] = {"state": state}
+        if row.goes_on:
+            self._token_buffer[row.slot] = row.following
         if not row.samples:
             return -1, True
         end = row.start + row.length

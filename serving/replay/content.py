@@ -113,7 +113,7 @@ class ContentModel:
             self._write_states(row, accepted.get(row.request_id, 0), row.request_id in live)
         for row in rows:
             self._check_race(row)
-            if row.samples:
+            if row.samples or row.goes_on:
                 self._sample(row, accepted.get(row.request_id, 0))
         return tuple(self._violations)
 

@@ -183,7 +183,7 @@ def _admit(
             continue
         hit = MISS
         if not entry.wants_prompt_logprobs:
-            hit = page_table.lookup(state.table, entry.chain.keys, entry.num_tokens - 1)
+            hit = page_table.lookup(state.table, entry.chain.keys, entry.prefill_end(limits) - 1)
         if not hit.is_ready:
             break
         state = reclaim_paused(state, limits, paused, entry)
@@ -220,11 +220,12 @@ def _try_admit(
         request=request,
         output=entry.output,
         slot=_free_slot(state, limits),
-        prefill_end=known,
+        prefill_end=entry.prefill_end(limits),
         computed=hit.tokens,
         chain=entry.chain,
         arrival=entry.arrival,
         cached_tokens=hit.tokens if entry.cached_tokens is None else entry.cached_tokens,
+        draft_rate=entry.draft_rate,
     )
     cap = _chunk_cap(state, limits)
     end = _chunk_end(state, limits, row, hit.tokens, hit.junction, draft.budget, cap)
@@ -325,7 +326,7 @@ def _quiet_row(row: Running, allocation: Allocation, start: int) -> RowPlan:
     return RowPlan._make(  # every step makes hundreds, and the constructor is slower
         (
             request.request_id, row.slot, start, 1, None, allocation.attention, state, state, True,
-            request.sampling, None, 0, (), False, 0,
+            request.sampling, None, 0, (), False, 0, False,
         )
     )  # fmt: skip
 
@@ -341,7 +342,9 @@ def _row_plan(
     unless they are given."""
     move = next((effect for effect in effects if isinstance(effect, Move)), Move((), ()))
     is_decode = chunk.start >= row.prefill_end
-    prompt = row.request.prompt
+    prompt, is_end = row.request.prompt, chunk.end >= row.prefill_end
+    goes_on = is_end and not is_decode and chunk.end < row.known
+    following = row.tokens(chunk.end, chunk.end + 1) if not is_decode else ()
     return RowPlan(
         request_id=row.request.request_id,
         slot=row.slot,
@@ -351,13 +354,14 @@ def _row_plan(
         attention_pages=allocation.attention,
         state_source=move.source,
         state_target=move.target,
-        samples=chunk.end >= row.prefill_end,
+        samples=is_end and not goes_on,
         sampling=row.request.sampling,
         export=StateExport(move.export_at, move.export) if move.export is not None else None,
         num_drafts=chunk.num_drafts,
         draft_states=move.draft_states,
         scored=row.wants_prompt_logprobs and chunk.start < len(prompt),
-        following=prompt[chunk.end] if chunk.end < len(prompt) else 0,
+        following=following[0] if following else 0,
+        goes_on=goes_on,
     )
 
 

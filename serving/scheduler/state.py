@@ -32,6 +32,7 @@ class Waiting:
       arrival: counts up with each request.
       output: what it had generated when it was preempted; empty for a new request.
       cached_tokens: see `Output`; None before the first admission.
+      draft_rate: as of `Running`.
       hit_tokens: what was reusable when it was queued. Only an estimate of the work that it brings.
     """
 
@@ -41,11 +42,23 @@ class Waiting:
     output: TokenLog = EMPTY_LOG
     cached_tokens: int | None = None
     hit_tokens: int = 0
+    draft_rate: float = drafting.FIRST_RATE
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are known, and must be computed before the next one can be sampled."""
         return len(self.request.prompt) + self.output.num_tokens
+
+    def prefill_end(self, limits: Limits) -> int:
+        """Tokens to compute before the request decodes.
+
+        What is drawn for an answer with drafts depends on where the steps that verify them begin.
+        So a preempted request that samples leaves its newest token to decoding, and goes on as if
+        nothing had happened (KF-V15).
+        """
+        sampling = self.request.sampling
+        goes_on = limits.num_drafts and self.output.num_tokens and sampling.temperature > 0
+        return self.num_tokens - int(goes_on and sampling.grammar is None)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -59,7 +72,7 @@ class Running(NamedTuple):
     Attributes:
       output: generated tokens of committed steps.
       slot: entry in the device's token buffer.
-      prefill_end: tokens known at admission. Until they are computed the request takes part in
+      prefill_end: see `Waiting`. Until so many tokens are computed the request takes part in
         prefill steps, then in decode steps.
       computed: tokens that committed steps have written to the cache.
       chain: prefix keys of the known tokens.
@@ -91,7 +104,7 @@ class Running(NamedTuple):
 
     @property
     def split_end(self) -> int:
-        """Where aligned chunks end: before the last token known at admission, or with the prompt
+        """Where aligned chunks end: before the last token of the prefill, or with the prompt
         (cache-semantics.md section 6)."""
         return max(len(self.request.prompt), self.prefill_end - 1)
 
@@ -240,6 +253,7 @@ def preempt(state: SchedulerState, request_id: str) -> SchedulerState:
         arrival=row.arrival,
         output=row.output,
         cached_tokens=row.cached_tokens,
+        draft_rate=row.draft_rate,
     )
     return dataclasses.replace(
         state, waiting=(entry, *state.waiting), num_preemptions=state.num_preemptions + 1

@@ -88,7 +88,7 @@ def execute(
     for row in step.rows:
         story = stories[row.request_id]
         _write(row, story, pages, page_tokens, fenced)
-        if row.samples:
+        if row.samples or row.goes_on:
             buffer[row.slot] = story.tokens[row.start + row.length]
     return Device(tuple(pages), tuple(buffer))
 

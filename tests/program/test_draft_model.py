@@ -17,6 +17,7 @@ from k3jax.step import serving_step
 from serving.page_table.alignment import PageGeometry, align
 from serving.request import Request, SamplingParams
 from serving.scheduler import make_limits
+from serving.scheduler.state import preempt
 from tests import draft_oracle, oracle, tiny
 from tests.fakes import SchedulerDriver
 from tests.models import Row, StepExecutor, open_model, program_of, start_plans
@@ -80,8 +81,9 @@ def serve(
     requests: Iterable[int],
     *,
     temperature: float,
+    preempt_after: int = 0,
 ) -> list[tuple[int, ...]]:
-    """Tokens of some requests, served together."""
+    """Tokens of some requests, served together; the last one is preempted after so many."""
     limits = make_limits(
         engine(name), pages, num_pages=NUM_PAGES, vocab_size=CFG.vocab_size, drafter="device"
     )
@@ -96,6 +98,11 @@ def serve(
                 sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=MAX_TOKENS),
             )
         )  # fmt: skip
+    if preempt_after:
+        last = f"r{requests[-1]}"
+        while len(driver.tokens(last)) < preempt_after:
+            driver.step()
+        driver.state = preempt(driver.state, last)
     driver.finish()
     return [driver.tokens(f"r{index}") for index in requests]
 
@@ -121,14 +128,14 @@ def held(paged: PagedModel) -> list[int]:
     return np.asarray(paged._buffers.tokens)[0].tolist()
 
 
-def wanted(name: str, tokens: np.ndarray) -> list[int]:
-    """The target's next token and the drafts behind it, from the oracles."""
+def wanted(name: str, tokens: np.ndarray, anchor: int | None = None) -> list[int]:
+    """The target's next token, unless it is given, and the drafts behind it, from the oracles."""
     draft, params = draft_config(name), small_model(name)._params
     target = {part: leaves for part, leaves in params.items() if "/" not in part}
     own = {part.removeprefix("draft/"): leaves for part, leaves in params.items() if "/" in part}
     mixtures: list[np.ndarray] = []
     logits, stream = oracle.forward(CFG, target, tokens, mixtures=mixtures)
-    anchor = int(logits[-1].argmax())
+    anchor = int(logits[-1].argmax()) if anchor is None else anchor
     source = mixtures if draft.tap_mode == "mixture" else stream
     taps = np.concatenate([source[i] for i in draft.tap_layers], axis=1)
     vocab = own["top"] if draft.has_own_vocab else target["top"]
@@ -172,6 +179,16 @@ def test_kf_s01_proposals_are_the_oracles_after_a_prompt_and_after_a_verificatio
         anchor = held(paged)[0]
 
 
+def test_kf_v15_drafts_go_on_behind_a_token_that_was_known_before() -> None:
+    paged, groups = small_model("mla"), small_model("mla").program.num_recurrent_groups
+    tokens = np.random.default_rng(5).integers(0, CFG.vocab_size, 47).astype(np.int32)
+    anchor = (wanted("mla", tokens)[0] + 1) % CFG.vocab_size  # not the likeliest
+    row = Row(tokens, (1, 2, 3), tuple(range(5, 5 + groups))).plan(0, len(tokens))
+    known = row._replace(samples=False, goes_on=True, following=anchor)
+    start_plans(paged, PREFILL, [known])
+    assert held(paged) == wanted("mla", tokens, anchor)
+
+
 def test_kf_s09_a_reused_prefix_brings_the_context_of_the_drafts() -> None:
     paged = small_model("mla")
     page, groups = paged.program.layout.page_tokens, paged.program.num_recurrent_groups
@@ -195,3 +212,6 @@ def test_drawn_drafts_keep_greedy_tokens_and_do_not_depend_on_the_company() -> N
     for index in (1, 4):
         alone = serve("mla", paged, pages, [index], temperature=1.0)
         assert alone == [together[index]]
+        for count in range(1, MAX_TOKENS, 3):
+            again = serve("mla", paged, pages, [0, index], temperature=1.0, preempt_after=count)
+            assert again == [together[0], together[index]]

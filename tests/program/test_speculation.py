@@ -23,6 +23,7 @@ from serving.page_table.alignment import PageGeometry, align
 from serving.plan import Output
 from serving.request import Request, SamplingParams
 from serving.scheduler import make_limits, ngram
+from serving.scheduler.state import preempt
 from serving.stopping import StopMatcher
 from serving.tokenizer import Tokenizer
 from tests import oracle, tiny
@@ -146,8 +147,33 @@ def test_preempted_requests_with_drafts_keep_their_tokens(monkeypatch: pytest.Mo
     assert [crowded.tokens(f"r{index}") for index in (6, 7)] == [plain(6), plain(7)]
 
 
+def repeat_newest(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
+    """Drafts that sampling sometimes takes and that depend on where a step begins."""
+    return tuple(tokens[-1:] * max(0, num_drafts))
+
+
+def test_kf_v15_sampled_tokens_do_not_depend_on_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "propose", repeat_newest)
+    alone = []
+    for index in (6, 7):
+        solo = driver(NUM_DRAFTS)
+        solo.submit(request(index, temperature=1.0))
+        solo.finish()
+        alone.append(solo.tokens(f"r{index}"))
+    for keep in range(1, MAX_TOKENS):
+        again = driver(NUM_DRAFTS)
+        for index in (6, 7):
+            again.submit(request(index, temperature=1.0))
+        while len(again.tokens("r7")) < keep:
+            again.step()
+        again.state = preempt(again.state, "r7")
+        again.finish()
+        assert [again.tokens(f"r{index}") for index in (6, 7)] == alone
+        assert again.state.num_preemptions == 1
+
+
 def test_sampled_tokens_do_not_depend_on_the_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "propose", lambda tokens, n: tuple(tokens[-1:] * max(0, n)))
+    monkeypatch.setattr(ngram, "propose", repeat_newest)
     alone = []
     for index in (2, 5):
         solo = driver(NUM_DRAFTS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from k3jax.buckets import Bucket
-from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, spans
+from k3jax.inputs import EXPORT_TOKENS, FROM_DEVICE, GIVEN, spans
 from serving.packing import pack_group, pack_plan
 from serving.plan import GroupPlan, RowPlan, StateExport, StepPlan
 from serving.request import SamplingParams
@@ -132,6 +132,16 @@ def test_what_few_rows_ask_for_goes_to_their_own_places():
     assert arrays["logprobs"].tolist() == [0, 0, 1, 0]  # of rows that sample
     assert arrays["scored"].tolist() == [0, 1, 0, 0]
     assert arrays["following"].tolist() == [0, 9, 0, 0]
+
+
+def test_a_row_that_goes_on_is_given_the_token_behind_it():
+    known = row("a", slot=0, start=4, tokens=(1, 2), pages=(1,), samples=False)
+    known = known._replace(goes_on=True, following=7)
+    other = row("b", slot=1, start=0, tokens=(3,), pages=(2,))
+    plan = plan_of(Bucket("prefill", 8, 4, 1), known, other)
+    arrays = unpack(pack_plan(plan, NUM_GROUPS, SCRATCH_SLOT), plan.bucket)
+    assert arrays["sample"].tolist() == [GIVEN, 1, 0, 0]
+    assert arrays["following"].tolist() == [7, 0, 0, 0]
 
 
 def test_a_negative_top_k_means_no_limit():
