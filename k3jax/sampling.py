@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 _DRAFT = 0x9E3779B9  # sets the random streams of drafts apart
@@ -54,31 +55,44 @@ def best(scores: Float32[Array, "S V"]) -> Int32[Array, " S"]:
 
 
 def filtered(logits: Float32[Array, "S V"], filters: Filters) -> Float32[Array, "S V"]:
-    """Unnormalised log probabilities of what the filters leave, -inf elsewhere."""
-    vocab = logits.shape[1]
+    """Unnormalised log probabilities of what the filters leave, -inf elsewhere.
+
+    The vocabulary is sorted only if some row has a top-k or a top-p.
+    """
     temperature, top_k, top_p, min_p = filters
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    left = tempered(logits, temperature)
+    least = jnp.max(left, axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
+    left = jnp.where(left >= least, left, -jnp.inf)
+    is_ranked = ((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1.0)
+    return lax.cond(
+        jnp.any(is_ranked & (temperature > 0)), lambda: _ranked(left, top_k, top_p), lambda: left
+    )
+
+
+def _ranked(
+    scores: Float32[Array, "S V"], top_k: Int32[Array, " S"], top_p: Float32[Array, " S"]
+) -> Float32[Array, "S V"]:
+    """What top-k and top-p leave of log probabilities, -inf elsewhere."""
+    vocab = scores.shape[1]
+    order = jnp.argsort(-scores, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(scores, order, axis=-1)
     limit = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
-    limit = jnp.where(temperature > 0, limit, 1)
     in_top_k = jnp.arange(vocab)[None] < limit[:, None]
-    in_top_k &= ranked >= ranked[:, :1] + jnp.log(min_p)[:, None]
     probs = jax.nn.softmax(jnp.where(in_top_k, ranked, -jnp.inf), axis=-1)
     # Mass of the better tokens: the first token is always kept.
     before = jnp.cumsum(probs, axis=-1) - probs
     kept = in_top_k & ((before < top_p[:, None]) | (top_p[:, None] >= 1.0))
     # Those kept are the first ones of the order, in which equal tokens stand by id.
     last = jnp.take_along_axis(order, jnp.sum(kept, axis=-1, keepdims=True) - 1, axis=-1)
-    least = jnp.take_along_axis(scaled, last, axis=-1)
-    is_kept = (scaled > least) | ((scaled == least) & (jnp.arange(vocab)[None] <= last))
-    return jnp.where(is_kept, scaled, -jnp.inf)
+    least = jnp.take_along_axis(scores, last, axis=-1)
+    is_kept = (scores > least) | ((scores == least) & (jnp.arange(vocab)[None] <= last))
+    return jnp.where(is_kept, scores, -jnp.inf)
 
 
 def tempered(
     logits: Float32[Array, "S V"], temperature: Float32[Array, " S"]
 ) -> Float32[Array, "S V"]:
-    """`filtered` by temperature alone: it leaves all tokens, and at 0 the most likely one."""
+    """Log probabilities at a temperature, which leaves all tokens, and at 0 the most likely one."""
     is_left = (temperature > 0)[:, None] | (
         jnp.arange(logits.shape[1])[None] == best(logits)[:, None]
     )

@@ -129,6 +129,20 @@ def test_filtered_keeps_exactly_what_the_filters_say() -> None:
     np.testing.assert_array_equal(kept, np.arange(5)[None] < kept.sum(-1)[:, None])
 
 
+def test_rows_without_ranks_keep_the_same_beside_one_that_has_some() -> None:
+    logits = jnp.asarray(np.random.default_rng(7).integers(0, 4, (6, 50)), jnp.float32)  # ties
+    filters = Filters(
+        temperature=jnp.array([0.0, 0.5, 1.0, 0.0, 2.0, 1.0]),
+        top_k=jnp.array([3, 0, 50, 0, -1, 7], jnp.int32),
+        top_p=jnp.array([0.2, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        min_p=jnp.array([0.0, 0.0, 0.3, 0.0, 0.7, 0.0]),
+    )
+    together = filtered(logits, filters)
+    alone = filtered(logits[:5], jax.tree.map(lambda x: x[:5], filters))  # nothing is sorted
+    np.testing.assert_array_equal(together[:5], alone)
+    assert np.isfinite(np.asarray(together)).sum(-1).tolist()[5] == 7
+
+
 def test_tempered_is_filtered_without_other_filters() -> None:
     logits = jnp.asarray(np.random.default_rng(6).integers(0, 4, (6, VOCAB)), jnp.float32)  # ties
     temperature = jnp.array([0.0, 0.5, 1.0, 0.0, 2.0, 0.0])
