@@ -152,14 +152,17 @@ def repeat_newest(tokens: Sequence[int], num_drafts: int) -> tuple[int, ...]:
     return tuple(tokens[-1:] * max(0, num_drafts))
 
 
+def sampled_alone(index: int) -> tuple[int, ...]:
+    """Tokens of a request with a temperature, alone, with drafts."""
+    solo = driver(NUM_DRAFTS)
+    solo.submit(request(index, temperature=1.0))
+    solo.finish()
+    return solo.tokens(f"r{index}")
+
+
 def test_kf_v15_sampled_tokens_do_not_depend_on_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "propose", repeat_newest)
-    alone = []
-    for index in (6, 7):
-        solo = driver(NUM_DRAFTS)
-        solo.submit(request(index, temperature=1.0))
-        solo.finish()
-        alone.append(solo.tokens(f"r{index}"))
+    alone = [sampled_alone(index) for index in (6, 7)]
     for keep in range(1, MAX_TOKENS, 4):
         again = driver(NUM_DRAFTS)
         for index in (6, 7):
@@ -174,12 +177,7 @@ def test_kf_v15_sampled_tokens_do_not_depend_on_preemption(monkeypatch: pytest.M
 
 def test_sampled_tokens_do_not_depend_on_the_company(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "propose", repeat_newest)
-    alone = []
-    for index in (2, 5):
-        solo = driver(NUM_DRAFTS)
-        solo.submit(request(index, temperature=1.0))
-        solo.finish()
-        alone.append(solo.tokens(f"r{index}"))
+    alone = [sampled_alone(index) for index in (2, 5)]
     together = driver(NUM_DRAFTS)
     for index in range(len(LENGTHS)):
         together.submit(request(index, temperature=1.0))
